@@ -1,0 +1,115 @@
+"""What the engine and whoever drives it say to each other: requests in, events out.
+
+Knows no HTTP. The server turns these into OpenAI's shapes; a library user reads them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.sampling import SamplingParams
+from tiercache.metrics import CacheSnapshot, Histogram
+from tiercache.types import MissReason, Tier, Tokens
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. `ABORT` and `ERROR` may come before any token was made."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestError(Exception):
+    """A request that cannot be served as asked. `field` names what is wrong in it.
+
+    `retry_after_seconds` is set when the same request may succeed later (a full queue).
+    """
+
+    def __init__(
+        self, field: str | None, message: str, *, retry_after_seconds: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+        self.retry_after_seconds = retry_after_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to continue it.
+
+    `prompt_tokens` is int32 `[n]`, n ≥ 1. `max_tokens` None means "up to the context". `stop`
+    strings end the text before themselves. `cache_salt` separates namespaces.
+    """
+
+    request_id: str
+    prompt_tokens: Tokens
+    sampling: SamplingParams
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request, and what became of its prompt: hits by tier, misses by reason."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    hit_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    miss_tokens: Mapping[MissReason, int] = field(default_factory=dict)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.hit_tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text. `tokens` counts the tokens behind it; text may lag behind tokens."""
+
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every request that was accepted. `message` explains ABORT and ERROR.
+
+    `token_ids` are all generated tokens, the one that ended the answer included.
+    """
+
+    reason: FinishReason
+    usage: Usage
+    message: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+Event = TextDelta | Finished
+EventSink = Callable[[Event], None]
+"""Called on the engine thread; it must hand the event over and return at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine and its cache at one moment: a copy, safe to read from any thread."""
+
+    cache: CacheSnapshot
+    requests_running: int
+    requests_waiting: int
+    requests: Mapping[str, int]
+    generated_tokens: int
+    recomputed_tokens: int
+    prefill_tokens: int
+    preemptions: int
+    working_copy_used_bytes: int
+    working_copy_capacity_bytes: int
+    most_running_requests: int
+    ttft_seconds: Mapping[str, Histogram]
+    inter_token_seconds: Histogram
+    queue_seconds: Histogram
+    step_seconds: Histogram

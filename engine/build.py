@@ -1,0 +1,230 @@
+"""From a configuration to a running engine: the model loaded, the tiers open, all parts joined."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from engine.attention import KEY_BLOCK_TOKENS, round_up
+from engine.engine import Engine, EngineLimits
+from engine.models import LoadedModel, load_model
+from engine.turns import Turns, TurnSettings
+from engine.working_copy import WorkingCopyPool
+from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.clock import SystemClock
+from tiercache.config import Config
+from tiercache.errors import ConfigError, TierError
+from tiercache.restore import remember, restore
+from tiercache.sizes import format_size
+from tiercache.tiers.disk import DiskStore, Durability
+from tiercache.tiers.memory import ArrayPool, HostPool
+from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers
+from tiercache.types import PageLayout, Tier
+
+log = logging.getLogger("tiercache")
+
+_AUTO_WORKING_COPY_SHARE = 4
+"""`auto` takes at most this fraction of the machine's memory: one in four."""
+
+
+def build_engine(
+    config: Config, *, progress: Progress | None = None, model_cache_dir: Path | None = None
+) -> Engine:
+    """An engine for `config`, not started yet. Raises ConfigError for what cannot work.
+
+    `progress` shows the weights loading. `model_cache_dir` is where converted models are kept.
+    """
+    if config.engine.threads != "auto":
+        torch.set_num_threads(config.engine.threads)
+    model = load_model(
+        config.model.source,
+        dtype=config.model.dtype,
+        cache_dir=model_cache_dir,
+        max_context_tokens=config.model.max_context_tokens,
+        progress=progress,
+    )
+    layout = model.page_layout(config.cache.page_tokens)
+    working_copies = _working_copies(config, model, layout)
+    store = _open_store(config, layout)
+    try:
+        return _join(config, model, layout, working_copies, store)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+def _join(
+    config: Config,
+    model: LoadedModel,
+    layout: PageLayout,
+    working_copies: WorkingCopyPool,
+    store: DiskStore | None,
+) -> Engine:
+    limits = _tier_limits(config, layout, store)
+    device_pool = _device_pool(limits[Tier.DEVICE].capacity_pages, layout)
+    rows = device_pool.view(torch.uint8).view(device_pool.shape[0], layout.page_bytes).numpy()
+    pools: dict[Tier, MemoryPool] = {Tier.DEVICE: ArrayPool(rows)}
+    if Tier.HOST in limits:
+        pools[Tier.HOST] = HostPool(limits[Tier.HOST].capacity_pages, layout.page_bytes)
+
+    wake = threading.Event()
+    transfers = ThreadedTransfers(
+        Carrier(pools, store), reader_threads=config.tiers.disk.reader_threads, wake=wake.set
+    )
+    clock = SystemClock()
+    cache = TierCache(
+        CacheSettings(layout, limits, enabled=config.cache.enabled),
+        transfers,
+        store=store,
+        clock=clock,
+    )
+    if store is not None:
+        pages = restore(cache, store.records())
+        log.info("DISK: %d pages (%d tokens) found", pages, pages * layout.page_tokens)
+    turns = Turns(
+        model,
+        cache,
+        device_pool,
+        working_copies,
+        layout,
+        TurnSettings(
+            max_context_tokens=model.max_context_tokens,
+            max_running_requests=config.engine.max_running_requests,
+            prefill_chunk_tokens=config.engine.prefill_chunk_tokens,
+            fetch_deadline_seconds=config.cache.prefetch.fetch_deadline_seconds,
+            join_deadline_seconds=config.cache.prefetch.join_deadline_seconds,
+        ),
+        clock,
+    )
+
+    def close() -> None:
+        _close(cache, transfers, pools, store, wake, config.server.shutdown_write_seconds)
+
+    device_tokens = limits[Tier.DEVICE].capacity_pages * layout.page_tokens
+    return Engine(
+        model=model,
+        cache=cache,
+        turns=turns,
+        limits=EngineLimits(
+            max_context_tokens=model.max_context_tokens,
+            max_queue=config.server.max_queue,
+            device_capacity_tokens=device_tokens if config.cache.enabled else None,
+        ),
+        identity={**model.identity, "page": repr(layout)},
+        clock=clock,
+        wake=wake,
+        close=close,
+    )
+
+
+def _working_copies(config: Config, model: LoadedModel, layout: PageLayout) -> WorkingCopyPool:
+    """Room for the contiguous K and V of running requests: at least one whole context."""
+    context_tokens = model.max_context_tokens
+    wanted = config.engine.working_copy_capacity
+    if isinstance(wanted, str):  # auto
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        share_tokens = memory_bytes // _AUTO_WORKING_COPY_SHARE // layout.token_bytes
+        most_tokens = context_tokens * config.engine.max_running_requests
+        tokens = max(context_tokens, min(share_tokens, most_tokens))
+        return WorkingCopyPool(layout, round_up(tokens, KEY_BLOCK_TOKENS))
+    tokens = wanted // layout.token_bytes // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
+    needed_tokens = round_up(context_tokens, KEY_BLOCK_TOKENS)
+    if tokens < needed_tokens:
+        raise ConfigError(
+            f"engine.working_copy_capacity: {format_size(wanted)} hold {tokens} tokens; one context"
+            f" of {context_tokens} takes {format_size(needed_tokens * layout.token_bytes)}"
+            " (model.max_context_tokens makes contexts smaller)"
+        )
+    return WorkingCopyPool(layout, tokens)
+
+
+def _tier_limits(
+    config: Config, layout: PageLayout, store: DiskStore | None
+) -> dict[Tier, TierLimits]:
+    tiers = config.tiers
+    limits: dict[Tier, TierLimits] = {}
+    for tier, section in ((Tier.DEVICE, tiers.device), (Tier.HOST, tiers.host)):
+        if not section.capacity:
+            continue
+        pages = section.capacity // layout.page_bytes
+        least = 2 if tier is Tier.DEVICE else 1
+        if pages < least:
+            raise ConfigError(
+                f"tiers.{tier.label}.capacity: {format_size(section.capacity)} hold {pages} pages "
+                f"of {layout.page_tokens} tokens ({layout.page_bytes} bytes each); "
+                f"at least {least} are needed"
+            )
+        limits[tier] = TierLimits(
+            pages,
+            section.capacity,
+            section.high_watermark,
+            section.low_watermark,
+            section.policy or config.cache.policy,
+        )
+    if store is not None:
+        limits[Tier.DISK] = TierLimits(
+            store.capacity_pages,
+            tiers.disk.capacity,
+            tiers.disk.high_watermark,
+            tiers.disk.low_watermark,
+            tiers.disk.policy or config.cache.policy,
+        )
+    return limits
+
+
+def _open_store(config: Config, layout: PageLayout) -> DiskStore | None:
+    disk = config.tiers.disk
+    if not disk.capacity or not config.cache.enabled:
+        return None
+    store = DiskStore.open(
+        disk.path,
+        capacity_bytes=disk.capacity,
+        page_bytes=layout.page_bytes,
+        page_tokens=layout.page_tokens,
+        durability=Durability(disk.durability),
+        free_space_floor_bytes=disk.free_space_floor,
+    )
+    for note in store.open_notes:
+        log.warning("%s", note)
+    return store
+
+
+def _device_pool(capacity_pages: int, layout: PageLayout) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return torch.empty((capacity_pages, *layout.shape), dtype=dtype)
+
+
+def _close(
+    cache: TierCache,
+    transfers: ThreadedTransfers,
+    pools: dict[Tier, MemoryPool],
+    store: DiskStore | None,
+    wake: threading.Event,
+    write_seconds: float,
+) -> None:
+    """Writes down what is still waiting, for at most `write_seconds`, and closes everything."""
+    clock = cache.clock
+    deadline = clock.now_seconds() + write_seconds
+    while not cache.idle and clock.now_seconds() < deadline:
+        wake.clear()
+        if not cache.tick():
+            wake.wait(0.05)
+    left = sum(len(queue) for queue in cache.writes.values())
+    if left:
+        log.warning("%d pages were not written to slower tiers before the stop", left)
+    transfers.close()
+    cache.tick()
+    if store is not None:
+        try:
+            remember(cache)
+            store.close()
+        except TierError as error:
+            log.warning("the disk tier could not be closed cleanly: %s", error)
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,425 @@
+"""What the engine thread does in a turn: admit, fetch, compute, sample, finish.
+
+    waiting ──admit──→ FETCHING ──pages arrived──→ RUNNING ──last token──→ done
+       ↑                  │                           │
+       └── pages failed, deadline passed ──┴── preempted ┘
+
+Whatever way a request leaves FETCHING or RUNNING, `_let_go` is where its lease and its working copy
+go back, and there is no other place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.api import (
+    EngineSnapshot,
+    Event,
+    EventSink,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    TextDelta,
+)
+from engine.counters import EngineCounters
+from engine.models import LoadedModel
+from engine.request import Active, State
+from engine.runner import ModelRunner, Segment
+from engine.sampling import sample
+from engine.scheduler import Work, plan_step
+from engine.text import StopMatcher, new_detokenizer
+from engine.working_copy import WorkingCopyPool
+from tiercache.cache import TierCache
+from tiercache.clock import Clock
+from tiercache.lease import Fetch, Lease, Room
+from tiercache.metrics import Histogram
+from tiercache.types import MissReason, PageLayout, Tier
+
+log = logging.getLogger("tiercache.engine")
+
+_MOST_REFETCHES = 2
+"""Failed loads after which a request computes for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSettings:
+    """Limits of a step and of a wait."""
+
+    max_context_tokens: int
+    max_running_requests: int
+    prefill_chunk_tokens: int
+    fetch_deadline_seconds: float
+    join_deadline_seconds: float
+
+
+class Turns:
+    """The requests of one engine. Engine thread only."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: TierCache,
+        device_pool: torch.Tensor,
+        working_copies: WorkingCopyPool,
+        layout: PageLayout,
+        settings: TurnSettings,
+        clock: Clock,
+    ) -> None:
+        self._model = model
+        self._runner = ModelRunner(model)
+        self._cache = cache
+        self._device_pool = device_pool
+        self._working_copies = working_copies
+        self._layout = layout
+        self._settings = settings
+        self._clock = clock
+        self._waiting: deque[Active] = deque()
+        self._admitted: list[Active] = []  # FETCHING or RUNNING, oldest first
+        self._outbox: list[tuple[EventSink, Event]] = []
+        self._drain_deadline_seconds: float | None = None
+        self.counters = EngineCounters()
+
+    # Commands
+
+    def add(self, request: GenerationRequest, sink: EventSink, namespace: bytes) -> None:
+        prompt_tokens = int(request.prompt_tokens.size)
+        limit = self._settings.max_context_tokens
+        if request.max_tokens is not None:
+            limit = min(limit, prompt_tokens + request.max_tokens)
+        active = Active(
+            request=request,
+            sink=sink,
+            namespace=namespace,
+            detokenizer=new_detokenizer(self._model.tokenizer),
+            matcher=StopMatcher(request.stop),
+            limit_tokens=limit,
+            submitted_seconds=self._clock.now_seconds(),
+        )
+        self._waiting.append(active)
+
+    def abort(self, request_id: str, message: str = "aborted by the client") -> None:
+        for active in (*self._waiting, *self._admitted):
+            if active.request.request_id == request_id:
+                self._finish(active, FinishReason.ABORT, message)
+                return
+
+    def drain(self, deadline_seconds: float) -> None:
+        """No more requests will come; at the deadline those still here are cut off."""
+        self._drain_deadline_seconds = deadline_seconds
+
+    def fail_all(self, message: str) -> None:
+        for active in (*self._waiting, *self._admitted):
+            self._outbox.append(
+                (active.sink, Finished(FinishReason.ERROR, active.usage(), message))
+            )
+        self._waiting.clear()
+        self._admitted.clear()
+
+    def deliver(self) -> None:
+        """Hands out events, after the snapshot in which what they tell of can be seen."""
+        outbox, self._outbox = self._outbox, []
+        for sink, event in outbox:
+            try:
+                sink(event)
+            except Exception:  # a listener that is gone does not stop the others
+                log.exception("an event could not be delivered")
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting and not self._admitted
+
+    def idle_seconds(self, longest: float) -> float:
+        """How long nothing will happen unless a command or a completion comes."""
+        now = self._clock.now_seconds()
+        waits = [
+            active.waiting_since_seconds + self._patience(active) - now
+            for active in (*self._waiting, *self._admitted)
+            if active.waiting_since_seconds is not None
+        ]
+        if self._drain_deadline_seconds is not None:
+            waits.append(self._drain_deadline_seconds - now)
+        return max(0.0, min([longest, *waits]))
+
+    def turn(self) -> bool:
+        """One turn; True when another is worth taking at once."""
+        moved = self._cache.tick()
+        self._cut_off()
+        self._take_arrivals()
+        self._admit()
+        work = self._plan()
+        if work:
+            self._step(work)
+        return bool(work) or moved
+
+    # Admission
+
+    def _admit(self) -> None:
+        """First come, first served, but nobody is held up by one who waits for a leader."""
+        for active in list(self._waiting):
+            if len(self._admitted) >= self._settings.max_running_requests:
+                return
+            if self._follows(active):
+                continue
+            if not self._start(active):
+                return
+
+    def _follows(self, active: Active) -> bool:
+        """Whether another request is computing what this one needs, within its patience."""
+        if active.give_up is MissReason.BEING_COMPUTED:
+            return False
+        if active.follow is None or not self._cache.is_worth_waiting(active.follow):
+            active.follow = self._cache.follow(active.namespace, active.tokens)
+            if active.follow is None:
+                active.waiting_since_seconds = None
+                return False
+            if active.waiting_since_seconds is None:
+                active.waiting_since_seconds = self._clock.now_seconds()
+        if self._is_out_of_patience(active):
+            active.give_up, active.follow = MissReason.BEING_COMPUTED, None
+            active.waiting_since_seconds = None
+            return False
+        return True
+
+    def _start(self, active: Active) -> bool:
+        """Takes a lease and a working copy, both or neither."""
+        working_copy = self._working_copies.acquire(active.limit_tokens)
+        if working_copy is None:
+            return False
+        lease = self._cache.acquire(
+            active.namespace,
+            active.tokens,
+            fetch=active.give_up in (None, MissReason.BEING_COMPUTED),
+            because=active.give_up,
+        )
+        if not isinstance(lease, Lease):
+            self._working_copies.release(working_copy)
+            return False
+        self._waiting.remove(active)
+        now = self._clock.now_seconds()
+        if active.generated_tokens == 0 and active.refetches == 0:
+            self.counters.queue_seconds.observe(now - active.submitted_seconds)
+        active.lease, active.working_copy = lease, working_copy
+        active.follow, active.waiting_since_seconds = None, now
+        active.state = State.FETCHING
+        self._admitted.append(active)
+        self.counters.most_running_requests = max(
+            self.counters.most_running_requests, len(self._admitted)
+        )
+        self._arrive(active)
+        return True
+
+    def _take_arrivals(self) -> None:
+        for active in list(self._admitted):
+            if active.state is State.FETCHING:
+                self._arrive(active)
+
+    def _arrive(self, active: Active) -> None:
+        """FETCHING → RUNNING when the prefix is on DEVICE; back to the queue when it cannot be."""
+        lease, working_copy = active.lease, active.working_copy
+        assert lease is not None
+        assert working_copy is not None
+        fetch = self._cache.fetch_state(lease)
+        if fetch is Fetch.READY:
+            slots = self._cache.slots(lease, 0, lease.matched_pages)
+            working_copy.load_pages(self._device_pool, slots, 0)
+            active.computed_tokens = lease.matched_pages * self._layout.page_tokens
+            active.waiting_since_seconds = None
+            active.state = State.RUNNING
+        elif fetch is Fetch.FAILED:
+            active.refetches += 1
+            if active.refetches > _MOST_REFETCHES:
+                active.give_up = MissReason.LOAD_FAILED
+            self._put_back(active)
+        elif self._is_out_of_patience(active):
+            active.give_up = MissReason.DEADLINE
+            self._put_back(active)
+
+    def _patience(self, active: Active) -> float:
+        if active.state is State.FETCHING:
+            return self._settings.fetch_deadline_seconds
+        return self._settings.join_deadline_seconds
+
+    def _is_out_of_patience(self, active: Active) -> bool:
+        since = active.waiting_since_seconds
+        return since is not None and self._clock.now_seconds() - since > self._patience(active)
+
+    # Computing
+
+    def _plan(self) -> list[Work]:
+        """The next step's work, with a page reserved for every token it will write."""
+        for active in list(self._admitted):
+            if active.state is State.RUNNING and active.lease is not None:
+                self._cover(active)
+        running = [
+            active
+            for active in self._admitted
+            if active.state is State.RUNNING and self._is_covered(active)
+        ]
+        return plan_step(running, self._settings.prefill_chunk_tokens)
+
+    def _is_covered(self, active: Active) -> bool:
+        assert active.lease is not None
+        return self._cache.covered_tokens(active.lease) >= active.token_count
+
+    def _cover(self, active: Active) -> None:
+        """Reserves the next page, at the cost of the youngest request if need be."""
+        while active.lease is not None and not self._is_covered(active):
+            answer = self._cache.reserve(active.lease)
+            if answer is Room.SOON:
+                return
+            if answer is Room.NONE:
+                youngest = self._admitted[-1]
+                if youngest is self._admitted[0]:
+                    self._finish(active, FinishReason.LENGTH, "tiers.device.capacity is used up")
+                    return
+                self.counters.preemptions += 1
+                self._put_back(youngest)
+
+    def _step(self, work: Sequence[Work]) -> None:
+        started = self._clock.now_seconds()
+        logits = self._runner.forward([self._segment(item) for item in work])
+        sampled = [item.active for item in work if item.reaches_end]
+        for item in work:
+            self._keep(item)
+        if sampled:
+            tokens = sample(
+                logits,
+                [active.request.sampling for active in sampled],
+                [active.generator for active in sampled],
+            )
+            for active, token in zip(sampled, tokens, strict=True):
+                self._take_token(active, token)
+        self.counters.step_seconds.observe(self._clock.now_seconds() - started)
+
+    def _segment(self, item: Work) -> Segment:
+        active = item.active
+        assert active.working_copy is not None
+        first = active.computed_tokens
+        return Segment(
+            working_copy=active.working_copy,
+            tokens=active.tokens[first : first + item.tokens],
+            position=first,
+            wants_logits=item.reaches_end,
+        )
+
+    def _keep(self, item: Work) -> None:
+        """Stores the pages that this step completed, then makes them everybody's."""
+        active = item.active
+        lease, working_copy = active.lease, active.working_copy
+        assert lease is not None
+        assert working_copy is not None
+        if not active.is_decoding:
+            self.counters.prefill_tokens += item.tokens
+            if active.booked is not None:
+                self.counters.recomputed_tokens += item.tokens
+        active.computed_tokens += item.tokens
+        first, stop = self._cache.insertable(lease, active.computed_tokens)
+        if stop > first:
+            slots = self._cache.slots(lease, first, stop)
+            working_copy.store_pages(self._device_pool, slots, first)
+            self._cache.insert(lease, active.computed_tokens)
+
+    def _take_token(self, active: Active, token: int) -> None:
+        """Enters a sampled token, and ends the request if that was its last."""
+        assert active.lease is not None
+        now = self._clock.now_seconds()
+        self._book_once(active, now)
+        if active.last_token_seconds is not None:
+            self.counters.inter_token_seconds.observe(now - active.last_token_seconds)
+        active.last_token_seconds = now
+        active.generated_tokens += 1
+        self.counters.generated_tokens += 1
+        active.lease.tokens.append(token)
+        if token in self._model.eos_token_ids:
+            self._finish(active, FinishReason.STOP)
+            return
+        self._say(active, active.matcher.push(active.detokenizer.push(token)))
+        if active.matcher.stopped:
+            self._finish(active, FinishReason.STOP)
+        elif active.token_count >= active.limit_tokens:
+            self._finish(active, FinishReason.LENGTH)
+
+    def _book_once(self, active: Active, now: float) -> None:
+        """I7: a prompt enters the books at its first token; resuming adds nothing."""
+        if active.booked is not None:
+            return
+        assert active.lease is not None
+        active.booked = active.lease.books
+        self._cache.book(active.lease)
+        slowest = max(active.booked.hit_tokens, default=None)
+        label = Tier(slowest).label if slowest is not None else "none"
+        histogram = self.counters.ttft_seconds.setdefault(label, Histogram())
+        histogram.observe(now - active.submitted_seconds)
+
+    # Leaving
+
+    def _cut_off(self) -> None:
+        deadline = self._drain_deadline_seconds
+        if deadline is not None and self._clock.now_seconds() >= deadline:
+            for active in (*self._waiting, *self._admitted):
+                self._finish(active, FinishReason.ABORT, "the server is shutting down")
+
+    def _put_back(self, active: Active) -> None:
+        """Back to the head of the queue, holding nothing; its tokens so far are its prompt."""
+        active.known_tokens = active.tokens.copy()
+        self._let_go(active)
+        active.state = State.WAITING
+        active.waiting_since_seconds = None
+        active.computed_tokens = 0
+        self._admitted.remove(active)
+        self._waiting.appendleft(active)
+
+    def _finish(self, active: Active, reason: FinishReason, message: str = "") -> None:
+        if active.state is State.WAITING:
+            self._waiting.remove(active)
+        else:
+            self._admitted.remove(active)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not active.matcher.stopped:
+            text = active.matcher.push(active.detokenizer.flush()) + active.matcher.flush()
+            self._say(active, text)
+        finished = Finished(reason, active.usage(), message, active.generated)
+        self._let_go(active)
+        active.state = State.DONE
+        self.counters.requests[reason.value] += 1
+        self._outbox.append((active.sink, finished))
+
+    def _let_go(self, active: Active) -> None:
+        """The one place where what a request holds is given back."""
+        if active.lease is not None:
+            self._cache.release(active.lease)
+            active.lease = None
+        if active.working_copy is not None:
+            self._working_copies.release(active.working_copy)
+            active.working_copy = None
+
+    def _say(self, active: Active, text: str) -> None:
+        if text:
+            self._outbox.append((active.sink, TextDelta(text, active.generated_tokens)))
+
+    # For others
+
+    def snapshot(self) -> EngineSnapshot:
+        counters = self.counters
+        layout = self._layout
+        return EngineSnapshot(
+            cache=self._cache.snapshot(),
+            requests_running=len(self._admitted),
+            requests_waiting=len(self._waiting),
+            requests=dict(counters.requests),
+            generated_tokens=counters.generated_tokens,
+            recomputed_tokens=counters.recomputed_tokens,
+            prefill_tokens=counters.prefill_tokens,
+            preemptions=counters.preemptions,
+            working_copy_used_bytes=self._working_copies.used_bytes,
+            working_copy_capacity_bytes=self._working_copies.capacity_tokens * layout.token_bytes,
+            most_running_requests=counters.most_running_requests,
+            ttft_seconds={label: times.copy() for label, times in counters.ttft_seconds.items()},
+            inter_token_seconds=counters.inter_token_seconds.copy(),
+            queue_seconds=counters.queue_seconds.copy(),
+            step_seconds=counters.step_seconds.copy(),
+        )

@@ -1,0 +1,160 @@
+"""Contiguous K and V of running requests, carved out of one block of memory made at start.
+
+On the processor attention wants a request's keys in one piece, so a running request holds a range
+of tokens here: pages of its prefix are copied in, completed pages are copied out. Ranges are whole
+key blocks, so that attention never reads what another request owns.
+
+The block is laid out `[layers, 2, kv_heads, capacity_tokens, head_dim]` (measured: one head's keys
+side by side make long decodes 1.7 times as fast) and shown as `[layers, 2, tokens, kv_heads,
+head_dim]`, the order pages have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention import KEY_BLOCK_TOKENS, round_up
+from tiercache.types import PageLayout, Slots
+
+
+class WorkingCopy:
+    """One request's K and V. Owned by the request from `acquire` to `release`.
+
+    Copies run on the calling thread, outside the interpreter lock, and are not synchronised: who
+    loads pages while a forward runs makes its reader wait for them.
+    """
+
+    def __init__(self, kv: torch.Tensor, start: int, layout: PageLayout) -> None:
+        self.kv = kv
+        """`[layers, 2, tokens, kv_heads, head_dim]`, strided; the caller may read and write it."""
+        self.start = start
+        self.tokens = int(kv.shape[2])
+        self._layout = layout
+        self._finite_tokens = 0
+
+    def prepare(self, position: int, tokens: int) -> None:
+        """Makes the range ready for `tokens` new ones at `position`, everything before being held.
+
+        Bytes that attention reads but masks must be finite, and an earlier owner's may not be, so
+        the rest of the key block is zeroed when it is first entered.
+        """
+        assert 0 <= position < position + tokens <= self.tokens
+        end = round_up(position + tokens, KEY_BLOCK_TOKENS)
+        if end > self._finite_tokens:
+            self.kv[:, :, max(position, self._finite_tokens) : end] = 0
+            self._finite_tokens = end
+
+    def load_pages(
+        self,
+        pool: torch.Tensor,
+        slots: Sequence[int] | Slots,
+        first_page_index: int,
+        layers: slice = slice(None),
+    ) -> None:
+        """Copies the pages in `slots` of `pool` to consecutive pages from `first_page_index` on.
+
+        pool is `[slots, layers, 2, page_tokens, kv_heads, head_dim]`; `layers` copies only some.
+        """
+        source, target = _head_vectors(pool), _head_vectors(self.kv)
+        for index, slot in enumerate(slots, start=first_page_index):
+            target[layers, :, self._tokens_of(index)] = source[slot, layers]
+
+    def store_pages(
+        self, pool: torch.Tensor, slots: Sequence[int] | Slots, first_page_index: int
+    ) -> None:
+        """Copies consecutive completed pages from `first_page_index` on into `slots` of `pool`."""
+        source, target = _head_vectors(self.kv), _head_vectors(pool)
+        for index, slot in enumerate(slots, start=first_page_index):
+            target[slot] = source[:, :, self._tokens_of(index)]
+
+    def store_page(self, pool: torch.Tensor, slot: int, page_index: int) -> None:
+        """Copies one completed page into `slot` of `pool`."""
+        self.store_pages(pool, (slot,), page_index)
+
+    def _tokens_of(self, page_index: int) -> slice:
+        page_tokens = self._layout.page_tokens
+        begin = page_index * page_tokens
+        assert 0 <= begin <= self.tokens - page_tokens, "the page is outside the range"
+        return slice(begin, begin + page_tokens)
+
+
+class WorkingCopyPool:
+    """Hands out ranges of one preallocated block, first fit, merging what comes back."""
+
+    def __init__(self, layout: PageLayout, capacity_tokens: int) -> None:
+        """capacity_tokens is rounded down to whole key blocks and must leave at least one."""
+        self.capacity_tokens = capacity_tokens // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
+        assert self.capacity_tokens > 0, f"at least {KEY_BLOCK_TOKENS} tokens are needed"
+        self._layout = layout
+        shape = (layout.layers, 2, layout.kv_heads, self.capacity_tokens, layout.head_dim)
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._kv = torch.zeros(shape, dtype=dtype).transpose(2, 3)
+        self._free: dict[int, int] = {0: self.capacity_tokens}  # start → tokens, in order of start
+        self._held: dict[int, WorkingCopy] = {}
+
+    @property
+    def free_tokens(self) -> int:
+        return sum(self._free.values())
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.capacity_tokens - self.free_tokens) * self._layout.token_bytes
+
+    def acquire(self, tokens: int) -> WorkingCopy | None:
+        """A range of at least `tokens` tokens (whole key blocks), or None if none is long enough.
+
+        Its bytes are undefined.
+        """
+        assert tokens > 0
+        wanted = round_up(tokens, KEY_BLOCK_TOKENS)
+        start = next((start for start, size in self._free.items() if size >= wanted), None)
+        if start is None:
+            return None
+        size = self._free.pop(start)
+        self._set_free({**self._free, start + wanted: size - wanted})
+        kv = self._kv[:, :, start : start + wanted]
+        self._held[start] = WorkingCopy(kv, start, self._layout)
+        return self._held[start]
+
+    def release(self, copy: WorkingCopy) -> None:
+        """Takes a range back. Nobody may touch it any more."""
+        assert self._held.get(copy.start) is copy, "released twice, or not from this pool"
+        del self._held[copy.start]
+        self._set_free({**self._free, copy.start: copy.tokens})
+
+    def check(self) -> None:
+        """Asserts: ranges are whole blocks, none overlaps, and free and held fill the capacity."""
+        held = {start: copy.tokens for start, copy in self._held.items()}
+        ranges = sorted((*self._free.items(), *held.items()))
+        ends = [0, *(start + tokens for start, tokens in ranges)]
+        assert [start for start, _ in ranges] == ends[:-1], (self._free, held)
+        assert ends[-1] == self.capacity_tokens, (self._free, held)
+        assert all(tokens > 0 and tokens % KEY_BLOCK_TOKENS == 0 for _, tokens in ranges)
+        assert not any(start + tokens in self._free for start, tokens in self._free.items())
+
+    def _set_free(self, ranges: dict[int, int]) -> None:
+        merged: dict[int, int] = {}
+        last = -1
+        for start, tokens in sorted(ranges.items()):
+            if tokens == 0:
+                continue
+            if merged and last + merged[last] == start:
+                merged[last] += tokens
+            else:
+                merged[start] = tokens
+                last = start
+        self._free = merged
+
+
+def _head_vectors(kv: torch.Tensor) -> npt.NDArray[Any]:
+    """A view whose items are whole head vectors, opaque bytes: the fastest unit to copy here.
+
+    numpy, not torch: its copies need no thread team and release the interpreter lock.
+    """
+    as_bytes = kv.view(torch.uint8).numpy()
+    return as_bytes.view(np.dtype((np.void, as_bytes.shape[-1])))[..., 0]

@@ -1,0 +1,31 @@
+"""The HTTP application: routes, the gate before them, the shape of errors, metrics."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from server import cache_routes, openai_routes, service_routes
+from server.context import Served
+from server.errors import install_error_handlers
+from server.metrics_collector import EngineCollector
+from server.port import ServedEngine
+from server.security import Gate
+from server.stream import OpenRequests
+from server.version import commit, version
+from tiercache.config import Config
+
+
+def create_app(engine: ServedEngine, config: Config) -> FastAPI:
+    """An application that serves `engine`. Neither starts nor stops it."""
+    app = FastAPI(title="tiercache", version=version(), docs_url=None, redoc_url=None)
+    app.state.served = Served(engine, config, OpenRequests(engine), int(time.time()))
+    app.state.metrics = CollectorRegistry()
+    app.state.metrics.register(EngineCollector(engine.snapshot, version(), commit()))
+    app.add_middleware(Gate, server=config.server)
+    install_error_handlers(app)
+    for routes in (openai_routes, cache_routes, service_routes):
+        app.include_router(routes.router)
+    return app

@@ -1,0 +1,158 @@
+"""The command line: `tiercache serve | config | stats`.
+
+What takes seconds to import (torch, transformers) is imported by `serve` alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from server.listen import bind
+from server.version import commit, version
+from tiercache.config import Config, effective_yaml, load_config, parse_config
+from tiercache.errors import ConfigError, TierCacheError
+from tiercache.sizes import describe_size
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+
+app = typer.Typer(
+    name="tiercache",
+    help="A tiered KV cache service for LLM inference.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="YAML file; without one every setting has its default."),
+]
+
+
+def main() -> None:
+    """Entry point. What the operator can mend is one message, without a traceback."""
+    try:
+        app()
+    except TierCacheError as error:
+        print(f"tiercache: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tiercache {version()} ({commit()})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    config: ConfigPath = None,
+    host: Annotated[str | None, typer.Option(help="Listen here instead of server.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Listen here instead of server.port.")] = None,
+) -> None:
+    """Load the model, open the tiers and answer requests until stopped."""
+    settings = _with_address(_load(config), host, port)
+    listener = bind(settings.server)
+
+    from engine.build import build_engine
+    from server.serve import serve_until_stopped
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        engine = build_engine(settings, progress=progress)
+    serve_until_stopped(engine, settings, listener)
+
+
+@app.command("config")
+def show_config(config: ConfigPath = None) -> None:
+    """Check a configuration and print all of it, defaults included and keys masked."""
+    print(effective_yaml(_load(config)), end="")
+
+
+@app.command()
+def stats(
+    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None,
+        typer.Option(envvar="TIERCACHE_KEY", help="An API or admin key."),
+    ] = None,
+) -> None:
+    """Show how full each tier is and what it has served."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    target = f"{url.rstrip('/')}/v1/cache/stats"
+    try:
+        answer = httpx.get(target, headers=headers, timeout=10)
+        body = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _failed(f"no answer from {target}: {error}") from None
+    except ValueError:
+        raise _failed(f"{target} is not a tiercache (status {answer.status_code})") from None
+    if answer.status_code != 200:
+        raise _failed(f"{target}: {body['error']['message']}")
+    _print_stats(body)
+
+
+def _load(path: Path | None) -> Config:
+    return Config() if path is None else load_config(path)
+
+
+def _with_address(config: Config, host: str | None, port: int | None) -> Config:
+    """`config` with another address, checked again as a whole."""
+    overrides = {"host": host, "port": port}
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    values = dict(config)
+    values["server"] = dict(config.server) | chosen
+    return parse_config(values)
+
+
+def _failed(message: str) -> typer.Exit:
+    print(f"tiercache: {message}", file=sys.stderr)
+    return typer.Exit(EXIT_FAILED)
+
+
+def _print_stats(body: dict[str, Any]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tier", no_wrap=True)
+    for name in ("used", "capacity", "pages", "hit tokens", "last 5 min"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("health")
+    for tier in body["tiers"]:
+        name = tier["tier"]
+        table.add_row(
+            name,
+            describe_size(tier["used_bytes"]),
+            describe_size(tier["capacity_bytes"]),
+            f"{tier['pages'].get('ready', 0):,} of {tier['capacity_pages']:,}",
+            f"{body['hit_tokens_by_tier'][name]:,}",
+            f"{body['hit_ratio_by_tier'][name]:.1%}",
+            "ok" if tier["healthy"] else escape(tier["reason"]),
+        )
+    hits = sum(body["hit_tokens_by_tier"].values())
+    requests = body["requests"]
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{body['prompt_tokens']:,} prompt tokens: {hits:,} from the cache, "
+        f"{body['prompt_tokens'] - hits:,} computed; {body['generated_tokens']:,} generated"
+    )
+    console.print(f"requests: {requests['running']} running, {requests['waiting']} waiting")

@@ -1,0 +1,67 @@
+"""What every route needs, kept in one place on the app."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from fastapi import Request
+
+from engine.api import RequestError
+from server.body import B, parse_body
+from server.errors import ApiError, from_request_error
+from server.port import ServedEngine
+from server.stream import OpenRequests, engine_failed, shutting_down
+from tiercache.cache import TierCache
+from tiercache.config import Config
+
+T = TypeVar("T")
+
+_COMMAND_SECONDS = 60.0
+"""Longest wait for the engine to come to a command; a step of a long prefill takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The engine, its configuration and the requests that are open."""
+
+    engine: ServedEngine
+    config: Config
+    open_requests: OpenRequests
+    started_seconds: int
+
+    @property
+    def model_name(self) -> str:
+        return self.engine.model.name
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError unless `name` is the model that is served."""
+        names = [self.model_name] + (["bundled"] if self.config.model.source == "bundled" else [])
+        if name not in names:
+            message = f"the model {name!r} is not served here; this server has {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def parse(self, request: Request, kind: type[B], finish: Callable[[B], T]) -> T:
+        return await parse_body(request, self.config.server.max_body, kind, finish)
+
+    async def command(self, function: Callable[[TierCache], T]) -> T:
+        """Runs `function` on the engine thread. Raises ApiError when it cannot be run soon."""
+        if self.engine.failure is not None:
+            raise engine_failed(self.engine.failure)
+        try:
+            future = asyncio.wrap_future(self.engine.call(function))
+        except RequestError as error:
+            if error.retry_after_seconds is None:  # nobody's fault: the engine is on its way out
+                raise shutting_down(error.message) from None
+            raise from_request_error(error) from None
+        try:
+            return await asyncio.wait_for(future, _COMMAND_SECONDS)
+        except TimeoutError:
+            raise ApiError(503, "the engine is too busy; try again", code="engine_busy") from None
+
+
+def served(request: Request) -> Served:
+    """The `Served` of the app that got `request`."""
+    return cast(Served, request.app.state.served)

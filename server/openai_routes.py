@@ -1,0 +1,156 @@
+"""OpenAI's endpoints. The official client works against them unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from engine.api import Finished, GenerationRequest, TextDelta
+from engine.sampling import SamplingParams
+from server.context import Served, served
+from server.errors import ApiError
+from server.openai_answers import DONE, Answer, sse
+from server.openai_schema import ChatRequest, CompletionRequest, Generation
+from server.prompt import chat_tokens, prompt_tokens
+from server.stream import Generating
+from tiercache.types import Tokens
+
+router = APIRouter()
+
+CLIENT_GONE = 499
+"""Status of an answer that nobody reads; it only shows in access logs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that has been read, checked and tokenized."""
+
+    body: Generation
+    prompt: Tokens
+    token_limit: int | None
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    """The assistant's next turn of a conversation."""
+    here = served(request)
+
+    def prepare(body: ChatRequest) -> Prepared:
+        here.require_model(body.model)
+        return Prepared(body, chat_tokens(here.engine.model, body.messages), body.token_limit)
+
+    return await _complete(
+        request, here, await here.parse(request, ChatRequest, prepare), chat=True
+    )
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    """The continuation of a text or of token ids."""
+    here = served(request)
+
+    def prepare(body: CompletionRequest) -> Prepared:
+        here.require_model(body.model)
+        return Prepared(body, prompt_tokens(here.engine.model, body.prompt), body.token_limit)
+
+    prepared = await here.parse(request, CompletionRequest, prepare)
+    return await _complete(request, here, prepared, chat=False)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model_body(served(request))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> dict[str, Any]:
+    """The model, by its id."""
+    here = served(request)
+    here.require_model(name)
+    return _model_body(here)
+
+
+def _model_body(here: Served) -> dict[str, Any]:
+    return {
+        "id": here.model_name,
+        "object": "model",
+        "created": here.started_seconds,
+        "owned_by": "tiercache",
+        "max_context_tokens": here.engine.model.max_context_tokens,
+    }
+
+
+async def _complete(request: Request, here: Served, ready: Prepared, *, chat: bool) -> Response:
+    request_id: str = request.state.request_id
+    generating = Generating(
+        here.engine,
+        here.open_requests,
+        request,
+        _generation_request(request_id, ready),
+        deadline_seconds=here.config.server.request_deadline_seconds,
+        prompt_param="messages" if chat else "prompt",
+    )
+    answer = Answer(request_id, here.model_name, chat)
+    if ready.body.stream:
+        chunks = _stream(generating, answer, ready.body.stream_options.include_usage)
+        headers = {"cache-control": "no-cache"}
+        return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
+    return await _whole(generating, answer)
+
+
+def _generation_request(request_id: str, ready: Prepared) -> GenerationRequest:
+    body = ready.body
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_tokens=ready.prompt,
+        sampling=SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k if body.top_k > 0 else None,
+            seed=body.seed,
+        ),
+        max_tokens=ready.token_limit,
+        stop=body.stop,
+        cache_salt=body.cache_salt,
+    )
+
+
+async def _whole(generating: Generating, answer: Answer) -> Response:
+    texts: list[str] = []
+    try:
+        async for event in generating.events():
+            if isinstance(event, Finished):
+                body = answer.whole("".join(texts), event.reason, event.usage)
+                return JSONResponse(body)
+            texts.append(event.text)
+    finally:
+        generating.close()
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _stream(
+    generating: Generating, answer: Answer, include_usage: bool
+) -> AsyncIterator[bytes]:
+    """Chunks as they come; `[DONE]` ends a whole answer, an error event one that failed."""
+    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    try:
+        if (opening := answer.opening()) is not None:
+            yield sse(opening | no_usage)
+        async for event in generating.events():
+            if isinstance(event, TextDelta):
+                if event.text:
+                    yield sse(answer.delta(event.text) | no_usage)
+                continue
+            yield sse(answer.closing(event.reason) | no_usage)
+            if include_usage:
+                yield sse(answer.usage_chunk(event.usage))
+            yield DONE
+    except ApiError as error:
+        yield sse(error.body())
+    finally:
+        generating.close()

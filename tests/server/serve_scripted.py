@@ -1,0 +1,15 @@
+"""A program for tests: a scripted engine whose answers never end, served until told to stop."""
+
+from __future__ import annotations
+
+from engine.api import TextDelta
+from server.listen import bind
+from server.serve import serve_until_stopped
+from tests.server.scripted_engine import ScriptedEngine
+from tiercache.config import parse_config
+
+if __name__ == "__main__":
+    config = parse_config({"server": {"port": 0, "shutdown_grace_seconds": 0}})
+    engine = ScriptedEngine()
+    engine.script = (TextDelta("Hel", 1), None)
+    serve_until_stopped(engine, config, bind(config.server))

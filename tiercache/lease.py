@@ -1,0 +1,117 @@
+"""What a request holds: pinned pages, and DEVICE slots it is filling.
+
+Who owns what, by page index, for a prompt of n tokens of which m pages matched:
+
+    [0, inserted_pages)            in the tree, pinned once by this lease
+    [inserted_pages, len(pages))   not in the tree; rows and DEVICE slots belong to this lease
+
+`inserted_pages` starts at m and grows as computed pages are inserted. A page moves from the second
+range to the first in `TierCache.insert`, and only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from tiercache.types import MissReason, PageIds, Tier, Tokens
+
+
+class LeaseState(Enum):
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Fetch(Enum):
+    """Whether the pages of a lease's prefix are all on DEVICE."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class TokenBuffer:
+    """A growing int32 sequence; appending is amortised, reading is a view."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._buffer = np.array(tokens, np.int32)
+        self._count = int(tokens.size)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, token: int) -> None:
+        if self._count == self._buffer.size:
+            grown = np.empty(max(64, 2 * self._count), np.int32)
+            grown[: self._count] = self._buffer
+            self._buffer = grown
+        self._buffer[self._count] = token
+        self._count += 1
+
+    def view(self, start: int = 0, stop: int | None = None) -> Tokens:
+        """Tokens `[start, stop)`; valid until the next append."""
+        return self._buffer[: self._count][start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Where a prompt's tokens came from. Hits and misses add up to the prompt (I7)."""
+
+    prompt_tokens: int
+    hit_tokens: Mapping[Tier, int]
+    miss_tokens: Mapping[MissReason, int]
+
+    def __post_init__(self) -> None:
+        total = sum(self.hit_tokens.values()) + sum(self.miss_tokens.values())
+        assert total == self.prompt_tokens, "I7 hits and misses add up to the prompt"
+
+
+@dataclass(slots=True)
+class Lease:
+    """A request's hold on the cache, from `acquire` to `release`. Changed by the cache only."""
+
+    serial: int
+    namespace: bytes
+    generation: int
+    tokens: TokenBuffer
+    prompt_tokens: int
+    matched_pages: int
+    books: Books
+    pages: list[int] = field(default_factory=list)
+    inserted_pages: int = 0
+    awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
+    state: LeaseState = LeaseState.OPEN
+    caching: bool = True
+    fetch_failed: bool = False
+
+    def page_range(self, start: int, stop: int) -> PageIds:
+        return np.array(self.pages[start:stop], np.int32)
+
+    @property
+    def path(self) -> PageIds:
+        """The pages that are in the tree, first page first."""
+        return self.page_range(0, self.inserted_pages)
+
+    @property
+    def own(self) -> PageIds:
+        """The pages only this lease knows."""
+        return self.page_range(self.inserted_pages, len(self.pages))
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Another lease is computing what this prompt needs: worth waiting for its first pages."""
+
+    leader: int
+    pages: int
+
+
+class Room(Enum):
+    """Whether slots can be had: now, after something in flight has ended, or not at all."""
+
+    NOW = "now"
+    SOON = "soon"
+    NONE = "none"

@@ -1,0 +1,386 @@
+"""The DISK tier's store: a durable map from page key to page bytes, in one folder, on LMDB.
+
+An index entry is what makes a page exist. Payloads are committed before the entries that name them
+and deleted after them, so a process killed at any moment leaves pages that are whole or not there,
+and at worst payloads without an entry, which the next start sweeps away.
+
+    write    payloads commit ─→ entries commit        delete   entries commit ─→ payloads commit
+    read     entry (identity, checksum) ─→ payload, copied out, then verified whole
+
+Readers run beside one another and beside the writer; whatever changes the store takes its turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import ConfigError, PageCorrupt, TierError, TierFull
+from tiercache.tiers.disk_facts import (
+    CHUNK_PAGES,
+    Durability,
+    VerifyReport,
+    WriteOutcome,
+    chunks,
+)
+from tiercache.tiers.disk_folder import PAGES, StoreFolder, unusable
+from tiercache.tiers.disk_format import (
+    Entry,
+    PageIdentity,
+    PageRecord,
+    checksum_of,
+    is_same_page,
+    misfit,
+)
+from tiercache.tiers.disk_gate import Gate
+from tiercache.tiers.disk_room import Room, plan_room
+from tiercache.types import Bytes
+
+if TYPE_CHECKING:
+    from tiercache.tiers.disk_maps import DiskMaps
+
+__all__ = [
+    "DiskStore",
+    "Durability",
+    "PageIdentity",
+    "PageRecord",
+    "VerifyReport",
+    "WriteOutcome",
+]
+
+FREE_SPACE_FLOOR_BYTES = 1 << 30
+_READ_ATTEMPTS = 2
+
+
+class DiskStore:
+    """Pages on disk. Every method may be called from any thread at any time.
+
+    Reads run side by side, also beside a write. `write`, `delete`, `touch`, `set_generation` and
+    `drop_old_generations` queue behind one another. `close` waits for all of them. What the medium
+    does wrong is raised as a TierError family; after `close` everything but `close` and
+    `used_bytes` raises TierUnavailable.
+    """
+
+    def __init__(
+        self, folder: StoreFolder, room: Room, maps: DiskMaps, free_space_floor_bytes: int
+    ) -> None:
+        """For `open`, which brings these together."""
+        meta = maps.meta()
+        assert meta is not None
+        self.path = folder.path
+        self.capacity_pages = room.capacity_pages
+        """Pages that fit, through any number of turnovers, within the capacity in bytes."""
+        self.open_notes: tuple[str, ...] = ()
+        """What an operator has to hear about how the store was found; empty when all is well."""
+        self._folder = folder
+        self._room = room
+        self._maps = maps
+        self._meta = meta
+        self._floor_bytes = free_space_floor_bytes
+        self._gate = Gate()
+        self._turn = threading.Lock()
+        self._may_hold_old_generations = False
+        self._orphans: set[bytes] = set()
+        """Payloads that no entry names any more, or yet; left over where a deletion failed."""
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        capacity_bytes: int,
+        page_bytes: int,
+        page_tokens: int,
+        durability: Durability = Durability.RELAXED,
+        free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
+    ) -> DiskStore:
+        """Opens the store in `path`, creating folder (mode 0700) and files where they are missing.
+
+        The folder never exceeds `capacity_bytes`, and stops growing before the file system has less
+        than `free_space_floor_bytes` left. After an unclean stop the files are verified before the
+        engine sees them; a store that is damaged beyond use is moved aside, and `open_notes` says
+        so. Entries without payload, without head or of an older generation, and payloads without
+        entry, are dropped; after an unclean stop at `Durability.FAST` also every page that fails
+        its checksum.
+
+        Raises ConfigError naming `tiers.disk.path` (in use, unusable, of another page size, of a
+        newer format) or `tiers.disk.capacity` (too small for one page, or for what is there).
+        """
+        from tiercache.tiers.disk_recovery import bring_up  # late: loads LMDB
+
+        room = plan_room(capacity_bytes, page_bytes, page_tokens)
+        folder = StoreFolder.take(path)
+        try:
+            floor_notes = _floor_notes(folder, free_space_floor_bytes)
+            maps, notes = bring_up(folder, room, page_tokens, durability)
+        except ConfigError:
+            folder.leave_as_found()
+            raise
+        except BaseException as error:
+            folder.leave_unclean()
+            if isinstance(error, (TierError, OSError)):
+                raise unusable(folder.path, error) from error
+            raise
+        store = cls(folder, room, maps, free_space_floor_bytes)
+        store.open_notes = notes + floor_notes
+        return store
+
+    @property
+    def page_bytes(self) -> int:
+        return self._meta.page_bytes
+
+    @property
+    def page_tokens(self) -> int:
+        return self._meta.page_tokens
+
+    @property
+    def generation(self) -> int:
+        """The generation whose pages are served. Older ones are as good as gone."""
+        return self._meta.generation
+
+    def page_count(self) -> int:
+        """Pages stored now. Those of older generations count: they still take room."""
+        with self._gate:
+            return self._maps.count()
+
+    def records(self) -> list[PageRecord]:
+        """Every page of this generation, parents before children."""
+        with self._gate:
+            return [entry.record for entry in self._maps.entries_of(self.generation)]
+
+    def read_into(self, page: PageIdentity, out: Bytes) -> None:
+        """Copies a page's bytes into `out` (uint8 [page_bytes]) and verifies them there.
+
+        Raises KeyError where there is no such page, or only one of an older generation; PageCorrupt
+        where length or checksum is wrong, or where parent, namespace or tokens under this key are
+        not the wanted ones. After any error what `out` holds is undefined.
+        """
+        if out.dtype != np.uint8 or out.shape != (self.page_bytes,):
+            raise ValueError(f"out is {out.dtype} {out.shape}, not uint8 ({self.page_bytes},)")
+        flaw = None
+        with self._gate:
+            # Between the two look-ups a page may be deleted, even written anew: look twice.
+            for _ in range(_READ_ATTEMPTS):
+                entry = self._maps.entry(page.key)
+                if entry is None or entry.record.generation != self.generation:
+                    raise KeyError(page.key)
+                if not is_same_page(entry.record, page):
+                    flaw = "stored with another parent, namespace or tokens"
+                else:
+                    flaw = self._maps.copy_payload(entry, out)
+                if flaw is None:
+                    return
+        raise PageCorrupt(f"disk store: page {page.key.hex()}: {flaw}")
+
+    def write(self, batch: Sequence[tuple[PageRecord, Bytes]]) -> list[WriteOutcome]:
+        """Stores pages, parents before children, and says for each what became of it.
+
+        Payloads are uint8 [page_bytes], contiguous, left unchanged meanwhile; 8–16 MiB make a good
+        batch. A page that is there already is left alone; one whose parent is neither stored nor
+        before it is NO_PARENT. Pages beyond `capacity_pages` are FULL; where the file system or the
+        map has no room, all new pages of the batch are. What was stored earlier is untouched.
+
+        Raises ValueError for a page of the wrong shape or of a generation that has not begun, and
+        TierUnavailable where the medium fails; then no new page of the batch exists.
+        """
+        pages = [(self._entry_for(record, payload), payload) for record, payload in batch]
+        with self._gate, self._turn:
+            current = [page for page in pages if page[0].record.generation == self.generation]
+            new = self._absent(current)
+            headless = self._headless(new)
+            fitting = self._fitting([page for key, page in new.items() if key not in headless])
+            stored = {entry.record.key for entry, _ in fitting} if self._store(fitting) else set()
+            return [self._outcome(entry, headless, new.keys() - stored) for entry, _ in pages]
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Forgets pages, then frees their room. Unknown keys are ignored."""
+        for some in chunks(keys):
+            with self._gate, self._turn:
+                self._delete(some)
+
+    def set_generation(self, generation: int) -> None:
+        """Begins a generation. On the medium before it returns, at every durability.
+
+        Pages of older generations are neither read nor listed from here on. They give their room
+        back through `drop_old_generations`, where `write` lacks room, or at the next start.
+        """
+        with self._gate, self._turn:
+            if generation < self.generation:
+                raise ValueError(f"generation {generation} is before {self.generation}")
+            meta = replace(self._meta, generation=generation)
+            self._maps.put_meta(meta)
+            self._may_hold_old_generations |= generation > self.generation
+            self._meta = meta
+
+    def drop_old_generations(self, limit_pages: int = CHUNK_PAGES) -> int:
+        """Deletes up to `limit_pages` pages of older generations. Returns how many there were."""
+        with self._gate, self._turn:
+            return self._drop_old_generations(limit_pages)
+
+    def touch(self, updates: Mapping[bytes, tuple[float, int]]) -> None:
+        """Notes (last use in epoch seconds, hits) by key. Unknown keys are ignored."""
+        for keys in chunks(updates):
+            with self._gate, self._turn:
+                self._maps.touch_entries({key: updates[key] for key in keys})
+
+    def used_bytes(self) -> int:
+        """What the folder occupies now, all overhead included."""
+        return self._folder.used_bytes()
+
+    def verify(self) -> VerifyReport:
+        """Reads and checks every page of this generation; as slow as reading the whole store."""
+        scratch = np.empty(self.page_bytes, dtype=np.uint8)
+        good, gone, corrupt = 0, 0, []
+        for record in self.records():
+            try:
+                self.read_into(record, scratch)
+                good += 1
+            except PageCorrupt:
+                corrupt.append(record.key)
+            except KeyError:
+                gone += 1
+        return VerifyReport(good, gone, tuple(corrupt))
+
+    def close(self) -> None:
+        """Waits for callers inside, syncs, marks the store clean and frees the folder.
+
+        A second call does nothing. Raises a TierError family where the medium fails; the folder is
+        free even then, and the next start checks everything.
+        """
+        if not self._gate.shut():
+            return
+        try:
+            self._maps.sync()
+        except TierError:
+            self._maps.close()
+            self._folder.leave_unclean()
+            raise
+        self._maps.close()
+        self._folder.leave_clean()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _entry_for(self, record: PageRecord, payload: Bytes) -> Entry:
+        flaw = misfit(record, payload, self.page_bytes, self.page_tokens)
+        if flaw is None and record.generation > self.generation:
+            flaw = f"generation {record.generation} has not begun; this is {self.generation}"
+        if flaw is not None:
+            raise ValueError(f"page {record.key.hex()}: {flaw}")
+        return Entry(record, len(payload), checksum_of(record.key, payload))
+
+    def _outcome(self, entry: Entry, headless: set[bytes], refused: set[bytes]) -> WriteOutcome:
+        if entry.record.generation != self.generation:
+            return WriteOutcome.OLD_GENERATION
+        if entry.record.key in headless:
+            return WriteOutcome.NO_PARENT
+        return WriteOutcome.FULL if entry.record.key in refused else WriteOutcome.WRITTEN
+
+    # From here on the caller is inside the gate and has its turn.
+
+    def _absent(self, pages: list[tuple[Entry, Bytes]]) -> dict[bytes, tuple[Entry, Bytes]]:
+        """The pages that have to be stored, by key."""
+        return {page[0].record.key: page for page in pages if not self._is_there(page[0])}
+
+    def _headless(self, new: dict[bytes, tuple[Entry, Bytes]]) -> set[bytes]:
+        """Keys of those whose parent is neither stored nor comes before them."""
+        headed: set[bytes] = set()
+        for key, (entry, _) in new.items():
+            record = entry.record
+            if record.depth == 0 or record.parent in headed or self._is_stored(record.parent):
+                headed.add(key)
+        return new.keys() - headed
+
+    def _is_stored(self, key: bytes) -> bool:
+        try:
+            known = self._maps.entry(key)
+        except PageCorrupt:
+            return False
+        return known is not None and known.record.generation == self.generation
+
+    def _is_there(self, entry: Entry) -> bool:
+        """Whether this very page can be read. An entry of another generation serves nobody, so its
+        payload may be replaced under it.
+        """
+        try:
+            known = self._maps.entry(entry.record.key)
+        except PageCorrupt:
+            return False
+        return (
+            known is not None
+            and known.record.generation == self.generation
+            and is_same_page(known.record, entry.record)
+        )
+
+    def _fitting(self, pages: list[tuple[Entry, Bytes]]) -> list[tuple[Entry, Bytes]]:
+        """The first of `pages`, as many as there is room for."""
+        lacking = self._maps.count() + len(pages) - self.capacity_pages
+        if lacking > 0 and self._may_hold_old_generations:
+            lacking -= self._drop_old_generations(max(lacking, CHUNK_PAGES))
+        fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
+        return fitting if self._may_grow_by(len(fitting)) else []
+
+    def _may_grow_by(self, pages: int) -> bool:
+        """Whether the file system keeps its floor with this many pages more."""
+        wanted_bytes = self._room.pages_file_bytes(self._maps.count() + pages)
+        growth_bytes = wanted_bytes - self._folder.data_bytes(PAGES)
+        return growth_bytes <= 0 or self._folder.free_bytes() - growth_bytes >= self._floor_bytes
+
+    def _store(self, pages: list[tuple[Entry, Bytes]]) -> bool:
+        """Commits payloads, then entries. False, with nothing stored, where there is no room."""
+        keys = {entry.record.key for entry, _ in pages}
+        self._orphans |= keys
+        try:
+            self._maps.put_payloads([(entry.record.key, payload) for entry, payload in pages])
+            self._maps.put_entries([entry for entry, _ in pages])
+        except TierError as error:
+            with contextlib.suppress(TierError):
+                self._delete_orphans()
+            if isinstance(error, TierFull):
+                return False
+            raise
+        self._orphans -= keys
+        return True
+
+    def _delete(self, keys: list[bytes]) -> None:
+        self._maps.delete_entries(keys)
+        self._orphans.update(keys)
+        self._delete_orphans()
+
+    def _delete_orphans(self) -> None:
+        self._maps.delete_payloads(self._orphans)
+        self._orphans.clear()
+
+    def _drop_old_generations(self, limit_pages: int) -> int:
+        with contextlib.closing(self._maps.scan()) as found:
+            old = (k for k, e in found if e is None or e.record.generation != self.generation)
+            keys = list(islice(old, limit_pages))
+        self._delete(keys)
+        self._may_hold_old_generations = len(keys) == limit_pages
+        return len(keys)
+
+
+def _floor_notes(folder: StoreFolder, floor_bytes: int) -> tuple[str, ...]:
+    free_bytes = folder.free_bytes()
+    if free_bytes >= floor_bytes:
+        return ()
+    return (
+        f"tiers.disk.free_space_floor: {folder.path} has {free_bytes:,} bytes free, less than "
+        f"the floor of {floor_bytes:,}; the store will not grow",
+    )

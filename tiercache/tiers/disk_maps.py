@@ -1,0 +1,204 @@
+"""The two LMDB environments of a store as two maps: key → index entry, key → payload.
+
+Every method is one transaction (or one scan), leaves none open, and raises nothing but TierError
+families. Keeping the two maps in step is the store's business, not theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Generator, Iterable, Mapping
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+
+from tiercache.errors import PageCorrupt
+from tiercache.keys import KEY_BYTES
+from tiercache.tiers.disk_engine import (
+    Environment,
+    Transaction,
+    commit,
+    open_environment,
+    translated,
+)
+from tiercache.tiers.disk_facts import Durability
+from tiercache.tiers.disk_folder import StoreFolder
+from tiercache.tiers.disk_format import Entry, StoreMeta, checksum_of, entry_bytes
+from tiercache.tiers.disk_room import Room
+from tiercache.types import Bytes
+
+_ENTRIES, _META = b"entries", b"meta"
+_META_KEY = b"store"
+
+
+class DiskMaps:
+    """Both environments, open. Reads may run beside each other and beside one writer."""
+
+    def __init__(self, folder: StoreFolder, room: Room, durability: Durability) -> None:
+        """Opens or creates both. Raises PageCorrupt where the engine refuses what it finds."""
+        self._pages: Environment = open_environment(folder.pages, room.pages_map_bytes, durability)
+        try:
+            self._index: Environment = open_environment(
+                folder.index, room.index_map_bytes, durability, named_databases=2
+            )
+        except BaseException:
+            self._pages.close()
+            raise
+        try:
+            with translated("opening the index"):
+                self._entries = self._index.open_db(_ENTRIES)
+                self._meta = self._index.open_db(_META)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmaps both files. No other method may be running."""
+        self._pages.close()
+        self._index.close()
+
+    def sync(self) -> None:
+        """Puts both files on the medium, payloads first."""
+        with translated("syncing"):
+            self._pages.sync(True)
+            self._index.sync(True)
+
+    def check_trees(self, page_tokens: int) -> None:
+        """Raises PageCorrupt where a tree is bent in a way the check of the file does not see.
+
+        Every key and entry must have its length, and every key that is listed must be found by
+        name: what is stored or deleted along a bent way breaks the tree for good.
+        """
+        with translated("checking pages/"), self._pages.begin() as txn:
+            probe = txn.cursor()
+            keys = txn.cursor().iternext(values=False)
+            is_sound = all(len(key) == KEY_BYTES and probe.set_key(key) for key in keys)
+        value_bytes = entry_bytes(page_tokens)
+        with translated("checking index/"), self._index.begin(db=self._entries) as txn:
+            probe = txn.cursor()
+            is_sound &= all(
+                len(key) == KEY_BYTES and len(value) == value_bytes and probe.set_key(key)
+                for key, value in txn.cursor()
+            )
+        if not is_sound:
+            raise PageCorrupt("disk store: a tree of keys is damaged")
+
+    # The store's own record
+
+    def meta(self) -> StoreMeta | None:
+        """None in a store that has just been created."""
+        with translated("reading the meta record"), self._index.begin() as txn:
+            value = txn.get(_META_KEY, db=self._meta)
+        return None if value is None else StoreMeta.unpack(value)
+
+    def put_meta(self, meta: StoreMeta) -> None:
+        """On the medium before it returns, at every durability."""
+        value = meta.pack()
+        with translated("writing the meta record"):
+            commit(self._index, lambda txn: txn.put(_META_KEY, value, db=self._meta))
+            self._index.sync(True)
+
+    # Index entries
+
+    def count(self) -> int:
+        """Entries there are, of any generation."""
+        with translated("counting pages"), self._index.begin() as txn:
+            return int(txn.stat(self._entries)["entries"])
+
+    def entry(self, key: bytes) -> Entry | None:
+        """Raises PageCorrupt where the entry cannot be read."""
+        with translated("reading an entry"), self._index.begin(db=self._entries) as txn:
+            value = txn.get(key)
+        return None if value is None else Entry.unpack(key, value)
+
+    def scan(self) -> Generator[tuple[bytes, Entry | None]]:
+        """Every key with its entry, or None where that cannot be read.
+
+        Holds a read transaction until it is exhausted or closed.
+        """
+        with translated("listing pages"), self._index.begin(db=self._entries) as txn:
+            for key, value in txn.cursor():
+                try:
+                    yield key, Entry.unpack(key, value)
+                except PageCorrupt:
+                    yield key, None
+
+    def entries_of(self, generation: int) -> list[Entry]:
+        """The readable entries of a generation, parents before children."""
+        return parents_first((entry for _, entry in self.scan()), generation)
+
+    def put_entries(self, entries: Collection[Entry]) -> None:
+        def change(txn: Transaction) -> None:
+            for entry in entries:
+                txn.put(entry.record.key, entry.pack(), db=self._entries)
+
+        with translated("writing entries"):
+            commit(self._index, change)
+
+    def delete_entries(self, keys: Collection[bytes]) -> None:
+        def change(txn: Transaction) -> None:
+            for key in keys:
+                txn.delete(key, db=self._entries)
+
+        with translated("deleting entries"):
+            commit(self._index, change)
+
+    def touch_entries(self, updates: Mapping[bytes, tuple[float, int]]) -> None:
+        """Sets (last use, hits) of the entries that exist and can be read."""
+
+        def change(txn: Transaction) -> None:
+            for key, (last_use_seconds, hits) in updates.items():
+                value = txn.get(key, db=self._entries)
+                if value is None:
+                    continue
+                with contextlib.suppress(PageCorrupt):
+                    entry = Entry.unpack(key, value)
+                    record = replace(entry.record, last_use_seconds=last_use_seconds, hits=hits)
+                    txn.put(key, replace(entry, record=record).pack(), db=self._entries)
+
+        with translated("noting last uses"):
+            commit(self._index, change)
+
+    # Payloads
+
+    def payload_keys(self) -> set[bytes]:
+        with translated("listing payloads"), self._pages.begin() as txn:
+            return set(txn.cursor().iternext(values=False))
+
+    def put_payloads(self, payloads: Iterable[tuple[bytes, Bytes]]) -> None:
+        def change(txn: Transaction) -> None:
+            for key, payload in payloads:
+                txn.put(key, payload)
+
+        with translated("writing payloads"):
+            commit(self._pages, change)
+
+    def delete_payloads(self, keys: Collection[bytes]) -> None:
+        def change(txn: Transaction) -> None:
+            for key in keys:
+                txn.delete(key)
+
+        with translated("deleting payloads"):
+            commit(self._pages, change)
+
+    def copy_payload(self, entry: Entry, out: Bytes) -> str | None:
+        """Copies the payload into `out`, verifies it there, and says what is wrong with it, if so.
+
+        The copy is what gets verified: it, not the map, is what the caller goes on with.
+        """
+        key = entry.record.key
+        with translated("reading a payload"), self._pages.begin(buffers=True) as txn:
+            payload = txn.get(key)
+            if payload is None:
+                return "its payload is missing"
+            if not len(payload) == entry.payload_bytes == len(out):
+                return f"its payload has {len(payload):,} bytes"
+            np.copyto(out, np.frombuffer(payload, dtype=np.uint8))
+        return None if checksum_of(key, out) == entry.checksum else "its checksum is wrong"
+
+
+def parents_first(entries: Iterable[Entry | None], generation: int) -> list[Entry]:
+    """Those of `entries` that are of this generation, parents before children."""
+    found = [e for e in entries if e is not None and e.record.generation == generation]
+    return sorted(found, key=attrgetter("record.depth"))

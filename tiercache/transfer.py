@@ -1,0 +1,258 @@
+"""Moves: the only way bytes go from tier to tier, and the workers that carry them.
+
+A move is a batch of pages and a chain of hops (DISK → HOST → DEVICE), planned with every slot it
+will fill. Whoever plans it has pinned its pages; workers touch bytes and nothing else. What became
+of each page comes back as a `Completion`, and only the engine thread, draining completions, changes
+the books. A worker that fails fails that page, says so, and lives on.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from tiercache.errors import PageCorrupt, TierError
+from tiercache.tiers.disk import DiskStore, PageRecord, WriteOutcome
+from tiercache.types import Bytes, PageIds, Slots, Tier
+
+
+class PageOutcome(Enum):
+    """What became of one page of a move."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CORRUPT = "corrupt"
+    MISSING = "missing"
+    NO_ROOM = "no_room"
+    OLD_GENERATION = "old_generation"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One stop of a move: `slots[i]` is where page i's bytes go on `tier`."""
+
+    tier: Tier
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A batch copy. `records` names the pages durably and is there when DISK takes part."""
+
+    serial: int
+    pages: PageIds
+    source: Tier
+    source_slots: Slots
+    hops: tuple[Hop, ...]
+    records: tuple[PageRecord, ...] = ()
+
+    @property
+    def target(self) -> Tier:
+        return self.hops[-1].tier
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """Takes records off DISK. `slots` become free when that is done."""
+
+    serial: int
+    slots: Slots
+    keys: tuple[bytes, ...]
+
+
+Job = Move | Erase
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished job. `outcomes[i]` tells of page i; an erase has one outcome for all."""
+
+    job: Job
+    outcomes: tuple[PageOutcome, ...]
+    seconds: float
+    error: str = ""
+
+
+class MemoryPool(Protocol):
+    """DEVICE or HOST pages as rows of bytes, uint8 `[capacity_pages, page_bytes]`."""
+
+    rows: Bytes
+
+    def close(self) -> None: ...
+
+
+class Transfers(Protocol):
+    """Carries jobs out. `submit` never waits; completions are collected by the one who submits."""
+
+    def submit(self, job: Job) -> None: ...
+
+    def completions(self) -> list[Completion]: ...
+
+    def close(self) -> None: ...
+
+
+class Carrier:
+    """Does one job at a time, on whatever thread calls it. Has no state besides the pools."""
+
+    def __init__(self, pools: Mapping[Tier, MemoryPool], store: DiskStore | None) -> None:
+        self._pools = pools
+        self._store = store
+
+    def carry(self, job: Job) -> Completion:
+        """Runs `job` to its end; every fault becomes an outcome."""
+        started = time.perf_counter()
+        error = ""
+        try:
+            outcomes = self._erase(job) if isinstance(job, Erase) else self._move(job)
+        except Exception as fault:  # a worker lives on, whatever one job did to it
+            error = f"{type(fault).__name__}: {fault}"
+            outcomes = (PageOutcome.FAILED,) * _outcome_count(job)
+        return Completion(job, outcomes, time.perf_counter() - started, error)
+
+    def _move(self, move: Move) -> tuple[PageOutcome, ...]:
+        if move.target is Tier.DISK:
+            return self._write(move)
+        if move.source is Tier.DISK:
+            return self._read(move)
+        self._copy(move.source, move.source_slots, move.hops)
+        return (PageOutcome.DONE,) * move.pages.size
+
+    def _copy(self, source: Tier, source_slots: Slots, hops: tuple[Hop, ...]) -> None:
+        """Row by row: one page is one contiguous block, and each copy lets other threads run."""
+        for hop in hops:
+            rows_in, rows_out = self._pools[source].rows, self._pools[hop.tier].rows
+            for slot_in, slot_out in zip(source_slots.tolist(), hop.slots.tolist(), strict=True):
+                rows_out[slot_out] = rows_in[slot_in]
+            source, source_slots = hop.tier, hop.slots
+
+    def _read(self, move: Move) -> tuple[PageOutcome, ...]:
+        """DISK → first hop, verified whole, then on along the chain, page by page."""
+        assert self._store is not None
+        outcomes = []
+        for index, record in enumerate(move.records):
+            first = move.hops[0]
+            row = self._pools[first.tier].rows[int(first.slots[index])]
+            outcome = self._read_page(record, row)
+            if outcome is PageOutcome.DONE:
+                rest = tuple(Hop(h.tier, h.slots[index : index + 1]) for h in move.hops[1:])
+                self._copy(first.tier, first.slots[index : index + 1], rest)
+            outcomes.append(outcome)
+        return tuple(outcomes)
+
+    def _read_page(self, record: PageRecord, row: Bytes) -> PageOutcome:
+        assert self._store is not None
+        try:
+            self._store.read_into(record, row)
+        except PageCorrupt:
+            return PageOutcome.CORRUPT
+        except KeyError:
+            return PageOutcome.MISSING
+        except TierError:
+            return PageOutcome.FAILED
+        return PageOutcome.DONE
+
+    def _write(self, move: Move) -> tuple[PageOutcome, ...]:
+        assert self._store is not None
+        rows = self._pools[move.source].rows
+        batch = [
+            (record, rows[int(slot)])
+            for record, slot in zip(move.records, move.source_slots, strict=True)
+        ]
+        return tuple(_WRITE_OUTCOMES[outcome] for outcome in self._store.write(batch))
+
+    def _erase(self, erase: Erase) -> tuple[PageOutcome, ...]:
+        assert self._store is not None
+        self._store.delete(erase.keys)
+        return (PageOutcome.DONE,)
+
+
+_WRITE_OUTCOMES = {
+    WriteOutcome.WRITTEN: PageOutcome.DONE,
+    WriteOutcome.FULL: PageOutcome.NO_ROOM,
+    WriteOutcome.OLD_GENERATION: PageOutcome.OLD_GENERATION,
+    WriteOutcome.NO_PARENT: PageOutcome.FAILED,
+}
+
+
+def _outcome_count(job: Job) -> int:
+    return 1 if isinstance(job, Erase) else int(job.pages.size)
+
+
+def writes_disk(job: Job) -> bool:
+    """Whether the job changes the store; such jobs keep their order."""
+    return isinstance(job, Erase) or job.target is Tier.DISK
+
+
+class ThreadedTransfers:
+    """Workers on threads: one for memory copies, one writer and several readers for DISK.
+
+    Kinds of work do not wait for each other: a slow disk holds up no copy between memories, and a
+    long write holds up no read. Writes and erases keep their order, since one thread does both.
+    `wake` is called from a worker after each completion.
+    """
+
+    def __init__(
+        self, carrier: Carrier, *, reader_threads: int, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        self._carrier = carrier
+        self._wake = wake
+        self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
+            for name, jobs in [
+                ("tiercache-copy", self._copies),
+                ("tiercache-write", self._writes),
+                *((f"tiercache-read-{i}", self._reads) for i in range(reader_threads)),
+            ]
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        if writes_disk(job):
+            self._writes.put(job)
+        elif isinstance(job, Move) and job.source is Tier.DISK:
+            self._reads.put(job)
+        else:
+            self._copies.put(job)
+
+    def completions(self) -> list[Completion]:
+        done = []
+        while True:
+            try:
+                done.append(self._done.get_nowait())
+            except queue.Empty:
+                return done
+
+    def close(self) -> None:
+        """Finishes what was submitted, then ends the workers."""
+        for jobs in (self._copies, self._writes):
+            jobs.put(None)
+        for _ in range(len(self._threads) - 2):
+            self._reads.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+        while (job := jobs.get()) is not None:
+            self._done.put(self._carrier.carry(job))
+            self._wake()
+
+
+def batches(pages: PageIds, pages_per_batch: int) -> list[PageIds]:
+    """Cuts a run of pages into moves of bounded size, in order."""
+    return [pages[i : i + pages_per_batch] for i in range(0, pages.size, pages_per_batch)]
+
+
+EMPTY_SLOTS: Slots = np.empty(0, np.int32)
+EMPTY_PAGES: PageIds = np.empty(0, np.int32)

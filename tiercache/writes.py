@@ -1,0 +1,190 @@
+"""Writing down: copies from faster to slower tiers, soon after pages are inserted.
+
+Each slower tier has a queue of pages that want a copy there. Pages in a queue are not pinned: one
+that is evicted first is skipped, and counted. Only pages of open moves are pinned, and there are
+few of those at a time, so a slow disk never pins a faster tier full.
+
+A page goes to DISK only behind all its ancestors, from whatever READY copy each of them has, so
+that every record's parent is on DISK (I10). One thread writes, in the order of submission.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from tiercache.catalog import Catalog, runs
+from tiercache.lease import Room
+from tiercache.metrics import CacheCounters, DropReason
+from tiercache.moves import MoveBook, Settled
+from tiercache.room import RoomMaker
+from tiercache.transfer import PageOutcome
+from tiercache.tree import Tree
+from tiercache.types import NO_PAGE, PageIds, SlotState, Tier
+
+_REASONS = {
+    PageOutcome.NO_ROOM: DropReason.NO_ROOM,
+    PageOutcome.OLD_GENERATION: DropReason.OLD_GENERATION,
+}
+
+
+class WriteQueue:
+    """Pages that want a copy on one slower tier, oldest first. Engine thread only."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        catalog: Catalog,
+        tree: Tree,
+        moves: MoveBook,
+        counters: CacheCounters,
+        *,
+        pages_per_move: int,
+        open_moves: int,
+    ) -> None:
+        self.tier = tier
+        self._catalog = catalog
+        self._tree = tree
+        self._moves = moves
+        self._counters = counters
+        self._pages_per_move = pages_per_move
+        self._open_moves = open_moves
+        self._wanted: OrderedDict[int, None] = OrderedDict()
+        self._refused: set[int] = set()
+        self._in_flight = 0
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    @property
+    def idle(self) -> bool:
+        return not self._wanted and not self._in_flight
+
+    def want(self, pages: PageIds) -> None:
+        """Asks for a copy of each page that has none here."""
+        missing = pages[~self._catalog.tiers[self.tier].is_resident(pages)]
+        for page in missing.tolist():
+            if page not in self._refused:
+                self._wanted[page] = None
+
+    def demote(self, page: int, room: RoomMaker) -> bool:
+        """Writes one page before all others, since it has to leave a faster tier.
+
+        False when this tier refuses it: the page will not come here, ask the next tier.
+        """
+        if page not in self._refused and not self._is_coming(page):
+            self._put_back([page])
+            self.pump(room)
+        return page in self._wanted or self._is_coming(page)
+
+    def _is_coming(self, page: int) -> bool:
+        return bool(self._catalog.tiers[self.tier].state[page] == int(SlotState.FILLING))
+
+    def forget(self, page: int) -> None:
+        """The page is no more."""
+        self._refused.discard(page)
+        if page in self._wanted:
+            del self._wanted[page]
+            self._counters.dropped_writes[DropReason.EVICTED_FIRST] += 1
+
+    def pump(self, room: RoomMaker) -> bool:
+        """Starts what can be started now. True when a move was begun."""
+        begun = False
+        while self._wanted and self._in_flight < self._open_moves:
+            pages = self._next_pages()
+            if not pages.size:
+                continue
+            if not self._begin(pages, room):
+                break
+            begun = True
+        return begun
+
+    def settle(self, settled: Settled) -> None:
+        """A move to this tier has ended; what it could not write is not tried again."""
+        self._in_flight -= 1
+        for page, outcome in zip(settled.move.pages, settled.outcomes, strict=True):
+            if outcome is not PageOutcome.DONE:
+                self._refuse(int(page), _REASONS.get(outcome, DropReason.FAILED))
+
+    def _refuse(self, page: int, reason: DropReason) -> None:
+        self._wanted.pop(page, None)
+        if self._tree.contains(page):
+            self._refused.add(page)
+        self._counters.dropped_writes[reason] += 1
+
+    def _begin(self, pages: PageIds, room: RoomMaker) -> bool:
+        """Starts moves for `pages`, one per run of equal source, or puts them back."""
+        # Making room must evict neither what is about to be read nor what it will hang below.
+        parents = self._catalog.parent[pages]
+        held = np.concatenate((pages, parents[parents != NO_PAGE]))
+        self._catalog.pin(held)
+        answer = room.make(self.tier, pages.size)
+        fits = pages[: self._catalog.tiers[self.tier].free_count]
+        for first, last, source in runs(self._sources(fits)):
+            self._moves.start(fits[first : last + 1], Tier(source), (self.tier,))
+            self._in_flight += 1
+        self._catalog.unpin(held)
+        rest = pages[fits.size :].tolist()
+        if answer is Room.NONE:
+            for page in rest:
+                self._refuse(page, DropReason.NO_ROOM)
+        else:
+            self._put_back(rest)
+        return bool(fits.size)
+
+    def _put_back(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self._wanted[page] = None
+            self._wanted.move_to_end(page, last=False)
+
+    def _next_pages(self) -> PageIds:
+        """Takes the next batch out of the queue: parents before children, no page twice."""
+        batch: dict[int, None] = {}
+        limit = min(self._pages_per_move, max(1, self._catalog.tiers[self.tier].capacity_pages))
+        while self._wanted and len(batch) < limit:
+            page = next(iter(self._wanted))
+            chain = self._chain(page, batch)
+            if chain is None:
+                self._wanted.pop(page, None)
+                continue
+            if batch and len(batch) + len(chain) > limit:
+                break
+            for link in chain[:limit]:
+                batch[link] = None
+                self._wanted.pop(link, None)
+            if len(chain) > limit:
+                break
+        return np.array(list(batch), np.int32)
+
+    def _chain(self, page: int, batch: dict[int, None]) -> list[int] | None:
+        """What has to be written for `page`, roots first; None when it cannot be written."""
+        if not self._tree.contains(page):
+            return None
+        if self._source(page) is None:
+            self._counters.dropped_writes[DropReason.EVICTED_FIRST] += 1
+            return None
+        columns = self._catalog.tiers[self.tier]
+        chain: list[int] = []
+        link = page
+        while link != NO_PAGE and link not in batch:
+            if columns.state[link] != int(SlotState.FREE):
+                break
+            if link in self._refused or self._source(link) is None:
+                self._refuse(page, DropReason.EVICTED_FIRST)
+                return None
+            chain.append(link)
+            if self.tier is not Tier.DISK:
+                break
+            link = int(self._catalog.parent[link])
+        return chain[::-1] or None
+
+    def _sources(self, pages: PageIds) -> list[int]:
+        return [int(self._source(page) or 0) for page in pages.tolist()]
+
+    def _source(self, page: int) -> Tier | None:
+        """The nearest faster tier with a READY copy."""
+        for tier in sorted(self._catalog.tiers, reverse=True):
+            if tier < self.tier and self._catalog.is_ready(tier, page):
+                return tier
+        return None
