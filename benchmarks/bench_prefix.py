@@ -77,7 +77,7 @@ def floor_seconds(prefix: list[int], repeats: int) -> float:
     """Median time of the model alone for the question over a held prefix."""
     model = load_model("bundled")
     layout = model.page_layout(16)
-    pool = WorkingCopyPool(layout, len(prefix) + 512)
+    pool = WorkingCopyPool(layout, len(prefix) + 1024)
     copy = pool.acquire(len(prefix) + QUESTION_TOKENS)
     assert copy is not None
     runner = ModelRunner(model)

@@ -104,8 +104,7 @@ def test_the_tree_matches_what_a_dict_of_prefixes_matches(
     next_id = 0
     for prompt in prompts:
         pages = [
-            tuple(prompt[: stop * page_tokens])
-            for stop in range(1, len(prompt) // page_tokens + 1)
+            tuple(prompt[: stop * page_tokens]) for stop in range(1, len(prompt) // page_tokens + 1)
         ]
         ids = list(range(next_id, next_id + len(pages)))
         next_id += len(pages)

@@ -133,9 +133,7 @@ def test_followers_of_a_leader_that_is_aborted_are_answered(make_rig: MakeRig) -
 
 
 def test_a_follower_that_waited_too_long_computes_for_itself(make_rig: MakeRig) -> None:
-    rig = make_rig(
-        chunk=1, cache={"page_tokens": 16, "prefetch": {"join_deadline_seconds": 0.01}}
-    )
+    rig = make_rig(chunk=1, cache={"page_tokens": 16, "prefetch": {"join_deadline_seconds": 0.01}})
     tokens = prompt(1, 200)
     leader, follower = rig.ask(tokens, max_tokens=2), rig.ask(tokens, max_tokens=2)
     assert leader.wait().token_ids == follower.wait().token_ids
