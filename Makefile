@@ -8,10 +8,10 @@ CONFIG ?= configs/cpu.yaml
 # Two spinning OpenMP teams on few cores starve each other and the copy workers.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help serve test check format clean install
+.PHONY: help serve test check bench-prefix format clean install
 
 help:            ## this list
-	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 install: $(STAMP)
 
@@ -34,6 +34,9 @@ check: install   ## format, lint and types
 
 test: check      ## everything that must pass before a change lands
 	$(BIN)/python -m pytest
+
+bench-prefix: install ## one long shared prefix: cold, on each tier, and under 32 clients (20 min)
+	$(BIN)/python -m benchmarks.bench_prefix
 
 format: install  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

@@ -72,7 +72,7 @@ def serving(config: dict[str, Any], folder: Path, *, timeout_seconds: float = 12
     config = {**config, "server": {**config.get("server", {}), "port": port}}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "server.cli", "serve", "-c", str(path)]
+    command = [str(Path(sys.executable).with_name("tiercache")), "serve", "-c", str(path)]
     with (folder / "server.log").open("a") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
@@ -158,9 +158,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, round(percent / 100 * len(ordered) + 0.5) - 1))]
 
 
-def save(name: str, result: dict[str, Any]) -> Path:
-    """Writes a result with its machine beside the earlier ones; returns the file."""
+def save(name: str, measured_on: dict[str, Any], result: dict[str, Any]) -> Path:
+    """Writes a result with its machine (as it was at the start); returns the file."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": measured_on, **result}, indent=1) + "\n")
     return path
