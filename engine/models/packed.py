@@ -43,7 +43,7 @@ def pack_linears(model: nn.Module) -> int:
 
     An embedding that shares its weight with a layer keeps it; the layer gets a packed copy.
     """
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
     packed = 0
     for parent in list(model.modules()):
