@@ -28,11 +28,10 @@ QUESTION = (
 
 
 def bundled(make_rig: MakeRig, *, disk: str = "0", enabled: bool = True) -> Rig:
-    store = {"capacity": disk, "free_space_floor": 0}
     return make_rig(
         model=MODEL,
         cache={"enabled": enabled},
-        tiers={**SIZES["tiers"], "disk": store} if disk != "0" else SIZES["tiers"],
+        tiers={**SIZES["tiers"], "disk": {"capacity": disk}},
         engine=SIZES["engine"],
     )
 
