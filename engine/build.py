@@ -103,6 +103,7 @@ def _join(
             prefill_chunk_tokens=config.engine.prefill_chunk_tokens,
             fetch_deadline_seconds=config.cache.prefetch.fetch_deadline_seconds,
             join_deadline_seconds=config.cache.prefetch.join_deadline_seconds,
+            queue_budget_fraction=config.cache.prefetch.queue_budget_fraction,
         ),
         clock,
     )

@@ -15,7 +15,7 @@ LAYERS = [
     {"types", "errors", "clock", "config", "config_problems", "sizes", "keys", "metrics"},
     {"tree", "catalog", "policies", "eviction", "lease", "books", "pending"},
     {"tiers", "codecs", "transfer"},
-    {"moves", "room", "writes", "inspection", "cache", "restore"},
+    {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch"},
     {"testing", "simulation", "replay"},
 ]
 """Parts of `tiercache`, lowest first: a part imports its own layer and those below."""
