@@ -28,10 +28,34 @@ from benchmarks.common import machine, percentile, save, serving
 
 console = Console(width=120)
 TOKEN_BYTES = 23_040
-WORDS = (
-    "river gate counter market winter letter engine copper garden signal window harbour ladder "
-    "paper bridge morning forest table number driver station cotton silver orange answer question"
-).split()
+WORDS = [
+    "river",
+    "gate",
+    "counter",
+    "market",
+    "winter",
+    "letter",
+    "engine",
+    "copper",
+    "garden",
+    "signal",
+    "window",
+    "harbour",
+    "ladder",
+    "paper",
+    "bridge",
+    "morning",
+    "forest",
+    "table",
+    "number",
+    "driver",
+    "station",
+    "cotton",
+    "silver",
+    "orange",
+    "answer",
+    "question",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +71,16 @@ class Shape:
 
     @property
     def working_set_tokens(self) -> int:
-        a_turn = self.question_words + self.answer_tokens + 12
-        return self.system_words + self.conversations * self.turns * a_turn
+        return self.system_words + self.conversations * self.turns * self.turn_tokens
+
+    @property
+    def turn_tokens(self) -> int:
+        return self.question_words + self.answer_tokens + 12
+
+    @property
+    def least_device_tokens(self) -> int:
+        """DEVICE holds at least two whole conversations, or nobody could be served."""
+        return 2 * (self.system_words + (self.turns + 1) * self.turn_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +99,9 @@ def setups(shape: Shape, folder: Path) -> dict[str, dict[str, Any]]:
     def tiers(device: float, host: float, disk: float) -> dict[str, Any]:
         share = shape.working_set_tokens * TOKEN_BYTES
         return {
-            "device": {"capacity": int(device * share)},
+            "device": {
+                "capacity": max(int(device * share), shape.least_device_tokens * TOKEN_BYTES)
+            },
             "host": {"capacity": int(host * share)},
             "disk": {"capacity": int(disk * share), "path": str(folder / "store")},
         }
