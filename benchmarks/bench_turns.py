@@ -1,8 +1,8 @@
 """Conversations: what each further tier is worth when the working set outgrows DEVICE.
 
-32 conversations of 6 turns share a system prompt; between turns people think. DEVICE holds about a
-quarter of all tokens, HOST a half. Compared in one run: no cache, DEVICE alone, DEVICE and HOST, all
-three tiers. Every answer goes back into its conversation, as chat clients do.
+32 conversations of 6 turns share a system prompt; between turns people think. DEVICE holds about
+a quarter of all tokens, HOST a half. Compared in one run: no cache, DEVICE alone, DEVICE and HOST,
+all three tiers. Every answer goes back into its conversation, as chat clients do.
 
     python -m benchmarks.bench_turns [--runs 5] [--quick]
 """
@@ -28,34 +28,36 @@ from benchmarks.common import machine, percentile, save, serving
 
 console = Console(width=120)
 TOKEN_BYTES = 23_040
-WORDS = [
-    "river",
-    "gate",
-    "counter",
-    "market",
-    "winter",
-    "letter",
-    "engine",
-    "copper",
-    "garden",
-    "signal",
-    "window",
-    "harbour",
-    "ladder",
-    "paper",
-    "bridge",
-    "morning",
-    "forest",
-    "table",
-    "number",
-    "driver",
-    "station",
-    "cotton",
-    "silver",
-    "orange",
-    "answer",
-    "question",
-]
+WORDS = tuple(
+    [
+        "river",
+        "gate",
+        "counter",
+        "market",
+        "winter",
+        "letter",
+        "engine",
+        "copper",
+        "garden",
+        "signal",
+        "window",
+        "harbour",
+        "ladder",
+        "paper",
+        "bridge",
+        "morning",
+        "forest",
+        "table",
+        "number",
+        "driver",
+        "station",
+        "cotton",
+        "silver",
+        "orange",
+        "answer",
+        "question",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
