@@ -28,36 +28,10 @@ from benchmarks.common import machine, percentile, save, serving
 
 console = Console(width=120)
 TOKEN_BYTES = 23_040
-WORDS = tuple(
-    [
-        "river",
-        "gate",
-        "counter",
-        "market",
-        "winter",
-        "letter",
-        "engine",
-        "copper",
-        "garden",
-        "signal",
-        "window",
-        "harbour",
-        "ladder",
-        "paper",
-        "bridge",
-        "morning",
-        "forest",
-        "table",
-        "number",
-        "driver",
-        "station",
-        "cotton",
-        "silver",
-        "orange",
-        "answer",
-        "question",
-    ]
-)
+VOCABULARY = """
+river gate counter market winter letter engine copper garden signal window harbour ladder paper
+bridge morning forest table number driver station cotton silver orange answer question
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +68,7 @@ class Turn:
 
 
 def words(chance: random.Random, count: int) -> str:
-    return " ".join(chance.choice(WORDS) for _ in range(count))
+    return " ".join(chance.choices(VOCABULARY.split(), k=count))
 
 
 def setups(shape: Shape, folder: Path) -> dict[str, dict[str, Any]]:
