@@ -125,7 +125,7 @@ class TierCache:
             self.moves,
             self.counters,
             demote=self._demote,
-            forget=self.forget_if_gone,
+            forget=self._forget_gone,
         )
 
     # A request's life
@@ -375,6 +375,19 @@ class TierCache:
             self._forget(page)
             page = parent
 
+    def _forget_gone(self, pages: PageIds) -> None:
+        """The same for pages that have just lost their copies, children before parents."""
+        bare = pages[~self.catalog.has_copy(pages) & (self.catalog.pins[pages] == 0)]
+        removed = self.tree.remove_leaves(bare) if bare.size else bare
+        if not removed.size:
+            return
+        parents = np.unique(self.catalog.parent[removed])
+        self.catalog.forget_all(removed)
+        for page in removed.tolist():
+            self._forget_wishes(page)
+        for page in parents.tolist():
+            self.forget_if_gone(page)
+
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
         return tuple(self._record(page) for page in pages.tolist())
@@ -488,6 +501,9 @@ class TierCache:
     def _forget(self, page: int) -> None:
         self.tree.remove_last(page)
         self.catalog.forget(page)
+        self._forget_wishes(page)
+
+    def _forget_wishes(self, page: int) -> None:
         self.moves.holes.discard(page)
         for queue in self.writes.values():
             queue.forget(page)

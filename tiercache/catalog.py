@@ -192,10 +192,8 @@ class Catalog:
             self._grow_rows(missing)
         pages = self._free_rows.take(count)
         self.live[pages] = True
-        self.pins[pages] = 0
         self.hits[pages] = 0
         self.last_use_seconds[pages] = 0
-        self.parent[pages] = NO_PAGE
         self.key[pages] = 0
         return pages
 
@@ -251,9 +249,24 @@ class Catalog:
     def fastest_ready(self, pages: PageIds) -> np.ndarray:
         """int8 per page: value of the fastest tier with a READY copy, -1 where there is none."""
         fastest = np.full(pages.size, -1, np.int8)
-        for tier in sorted(self.tiers, reverse=True):
-            fastest[self.ready_on(tier, pages)] = tier
+        for tier in self.tiers:
+            missing = fastest < 0
+            if not missing.any():
+                break
+            np.copyto(fastest, int(tier), where=missing & self.ready_on(tier, pages))
         return fastest
+
+    def ready_elsewhere(self, tier: Tier, pages: PageIds) -> np.ndarray:
+        """Boolean mask over `pages`: which have a READY copy on another tier than `tier`."""
+        ready = np.zeros(pages.size, np.bool_)
+        for other, columns in self.tiers.items():
+            if other is not tier:
+                ready |= columns.state[pages] == _READY
+        return ready
+
+    def has_copy(self, pages: PageIds) -> np.ndarray:
+        """Boolean mask over `pages`: which are resident (FILLING or READY) on any tier."""
+        return np.logical_or.reduce([c.is_resident(pages) for c in self.tiers.values()])
 
     # Transitions of copies. Each asserts what it needs.
 
@@ -336,7 +349,7 @@ class Catalog:
         pins = self.pins[pages] - 1
         self.pins[pages] = pins
         assert not (pins < 0).any(), "I5 a page was unpinned more often than pinned"
-        loose = pages[pins == 0]
+        loose = pages[pins == 0] if pins.any() else pages
         self.pinned_count -= loose.size
         if loose.size:
             for tier in self.tiers:
@@ -352,11 +365,18 @@ class Catalog:
             and columns.resident_children[page] == 0
         )
 
+    def evictable_among(self, tier: Tier, pages: PageIds) -> PageIds:
+        """Those of `pages` that may leave `tier` right now."""
+        columns = self.tiers[tier]
+        pages = pages[columns.state[pages] == _READY]
+        held = self.pins[pages] | columns.resident_children[pages]
+        loose: PageIds = pages[held == 0]
+        return loose
+
     def evictable(self, tier: Tier) -> PageIds:
         """Pages that may leave `tier` right now, found by one scan of its slots."""
-        pages = self.unpinned_ready(tier)
-        loose: PageIds = pages[self.tiers[tier].resident_children[pages] == 0]
-        return loose
+        columns = self.tiers[tier]
+        return self.evictable_among(tier, columns.slot_page[columns.slot_state == _READY])
 
     def unpinned_ready(self, tier: Tier) -> PageIds:
         """READY, unpinned pages of `tier`: what could leave if its children left first."""

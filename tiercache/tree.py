@@ -282,19 +282,40 @@ class Tree:
 
     def remove_last(self, page: int) -> None:
         """Takes out a page that nothing follows. Empty nodes and empty roots go with it."""
-        assert self.is_leaf(page), "only a page without children can be forgotten"
-        node = self._nodes[int(self._node_of[page])]
-        first_key = self._key_of(node)
-        node.truncate(node.page_count - 1, self.page_tokens)
-        self._node_of[page] = NO_PAGE
-        if node.page_count:
-            return
+        removed = self.remove_leaves(np.array([page], np.int32))
+        assert removed.size, "only a page without children can be forgotten"
+
+    def remove_leaves(self, pages: PageIds) -> PageIds:
+        """Takes out those of `pages` that nothing follows when it is their turn; returns them.
+
+        Given children before parents, a whole chain goes, a run of it at a time.
+        """
+        serials = self._node_of[pages]
+        edges = np.flatnonzero(serials[1:] != serials[:-1]) + 1
+        removed = [
+            self._shorten(self._nodes[int(self._node_of[part[0]])], part)
+            for part in np.split(pages, edges)
+        ]
+        return np.concatenate(removed)
+
+    def _shorten(self, node: Node, pages: PageIds) -> PageIds:
+        """Takes as many of `pages` off the tail of `node` as are its last ones, last first."""
+        if node.children:
+            return _EMPTY_PAGES
+        tail = node.pages[: -pages.size - 1 : -1]
+        count = common_tokens(tail, pages)
+        removed = pages[:count]
+        self._node_of[removed] = NO_PAGE
+        if count < node.page_count:
+            node.truncate(node.page_count - count, self.page_tokens)
+            return removed
         parent = node.parent
         assert parent is not None
-        del parent.children[first_key]
+        del parent.children[self._key_of(node)]
         del self._nodes[node.serial]
         if parent.parent is None and not parent.children:
             self._forget_root(parent)
+        return removed
 
     def _forget_root(self, root: Node) -> None:
         assert root.name is not None
