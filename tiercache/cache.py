@@ -88,6 +88,7 @@ class TierCache:
         self.tree = Tree(self.page_tokens)
         self.catalog = Catalog({t: limits.capacity_pages for t, limits in settings.tiers.items()})
         self.catalog.on_evictable = self._on_evictable
+        self.tree.reserve(self.catalog.rows)
         self.pending = PendingPrefixes(self.page_tokens)
         self.leases: dict[int, Lease] = {}
         self.disk_detached = False
@@ -245,18 +246,16 @@ class TierCache:
         first, upto = self.insertable(lease, computed_tokens)
         if upto <= first:
             return 0
-        tokens = lease.tokens.view(0, upto * self.page_tokens)
-        self.tree.ensure_root(lease.namespace, lease.generation)
-        match = self.tree.match(lease.namespace, lease.generation, tokens)
-        assert match is not None
-        assert match.pages.size >= first, "a pinned path cannot leave the tree"
-        for index in range(first, int(match.pages.size)):
-            self._adopt(lease, index, int(match.pages[index]))
-        added = lease.page_range(int(match.pages.size), upto)
+        tokens = lease.tokens.view(first * self.page_tokens, upto * self.page_tokens)
+        match = self._match_behind(lease, first, tokens)
+        stored = first + int(match.pages.size)
+        for index, page in enumerate(match.pages.tolist(), start=first):
+            self._adopt(lease, index, page)
+        added = lease.page_range(stored, upto)
         if added.size:
-            parent = int(lease.pages[match.pages.size - 1]) if match.pages.size else NO_PAGE
-            self.tree.extend(match, tokens[match.pages.size * self.page_tokens :], added)
-            self.catalog.attach(added, parent, int(match.pages.size))
+            parent = int(lease.pages[stored - 1]) if stored else NO_PAGE
+            self.tree.extend(match, tokens[(stored - first) * self.page_tokens :], added)
+            self.catalog.attach(added, parent, stored)
             self.catalog.pin(added)
             self.catalog.commit(Tier.DEVICE, added)
         lease.inserted_pages = upto
@@ -382,11 +381,10 @@ class TierCache:
         removed = self.tree.remove_leaves(bare) if bare.size else bare
         if not removed.size:
             return
-        parents = np.unique(self.catalog.parent[removed])
+        parents = set(self.catalog.parent[removed].tolist()).difference(removed.tolist())
         self.catalog.forget_all(removed)
-        for page in removed.tolist():
-            self._forget_wishes(page)
-        for page in parents.tolist():
+        self._forget_wishes(removed)
+        for page in parents:
             self.forget_if_gone(page)
 
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
@@ -462,6 +460,15 @@ class TierCache:
         self.catalog.begin_fill(Tier.DEVICE, own)
         lease.pages = np.concatenate((lease.pages, own))
 
+    def _match_behind(self, lease: Lease, first: int, tokens: Tokens) -> Match:
+        """What is stored of `tokens`, which follow the lease's first `first` pages in the tree."""
+        if first:
+            return self.tree.match_on(int(lease.pages[first - 1]), tokens)
+        self.tree.ensure_root(lease.namespace, lease.generation)
+        match = self.tree.match(lease.namespace, lease.generation, tokens)
+        assert match is not None
+        return match
+
     def _adopt(self, lease: Lease, index: int, stored: int) -> None:
         """Page `index` of the lease is in the tree already, as `stored`: goes on with that one.
 
@@ -510,12 +517,14 @@ class TierCache:
     def _forget(self, page: int) -> None:
         self.tree.remove_last(page)
         self.catalog.forget(page)
-        self._forget_wishes(page)
+        self._forget_wishes(np.array([page], np.int32))
 
-    def _forget_wishes(self, page: int) -> None:
-        self.moves.holes.discard(page)
+    def _forget_wishes(self, pages: PageIds) -> None:
+        forgotten = pages.tolist()
+        self.moves.holes.difference_update(forgotten)
         for queue in self.writes.values():
-            queue.forget(page)
+            for page in forgotten:
+                queue.forget(page)
 
     def _record(self, page: int) -> PageRecord:
         namespace, generation = self.tree.root_name(page)

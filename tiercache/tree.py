@@ -85,6 +85,10 @@ class Node:
         return self._pages[: self.page_count]
 
     @property
+    def buffer_bytes(self) -> int:
+        return self._tokens.nbytes + self._pages.nbytes
+
+    @property
     def last_page(self) -> int:
         return int(self._pages[self.page_count - 1])
 
@@ -150,6 +154,11 @@ class Tree:
         return self._node_of.nbytes + self._depth_of.nbytes + runs
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all nodes' buffers: tokens and page ids, unused ends included."""
+        return sum(node.buffer_bytes for node in self._nodes.values())
+
+    @property
     def node_count(self) -> int:
         return len(self._nodes) - len(self._roots)
 
@@ -174,6 +183,7 @@ class Tree:
 
         `pages` of the answer are those behind `page`. Costs nothing for what is before it.
         """
+        assert self.contains(page), "a pinned path cannot leave the tree"
         node = self._nodes[int(self._node_of[page])]
         taken = self._index_in(node, page) + 1
         rest = node.tokens(self.page_tokens)[taken * self.page_tokens :]
@@ -204,7 +214,9 @@ class Tree:
             beyond = taken < child.page_count
         if not runs:
             return Match(_EMPTY_PAGES, node, taken, beyond)
-        return Match(runs[0].copy() if len(runs) == 1 else np.concatenate(runs), node, taken, beyond)
+        return Match(
+            runs[0].copy() if len(runs) == 1 else np.concatenate(runs), node, taken, beyond
+        )
 
     def end_at(self, page: int) -> Match:
         """The end of a walk whose last page is `page`; its `pages` are left empty."""
@@ -353,6 +365,8 @@ class Tree:
 
     def reserve(self, rows: int) -> None:
         """Makes room for page ids below `rows`, so that it need not be made later."""
+        if rows <= self._node_of.size:
+            return
         for name, fill in (("_node_of", NO_PAGE), ("_depth_of", 0)):
             old = getattr(self, name)
             grown = np.full(rows, fill, np.int32)
