@@ -155,7 +155,7 @@ class VictimQueue:
 
     def _keys(self, pages: PageIds) -> list[np.ndarray]:
         """What to sort by, most significant first, lowest leaving first."""
-        keys = [self._columns.score[pages], -self._catalog.depth[pages]]
+        keys: list[np.ndarray] = [self._columns.score[pages], -self._catalog.depth[pages]]
         return [~self._is_spare(pages), *keys] if self._spare_first else keys
 
     def _entries_of(self, pages: PageIds) -> list[Entry]:
