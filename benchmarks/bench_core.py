@@ -15,7 +15,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ def lease_row(cache: TierCache, prompts: list[Tokens], name: str, goal: float | 
     def hold(prompt: Tokens) -> None:
         lease = cache.acquire(NAMESPACE, prompt)
         assert isinstance(lease, Lease)
-        assert lease.matched_pages == prompt.size // cache.page_tokens
+        assert lease.matched_pages == (prompt.size - 1) // cache.page_tokens
         cache.release(lease)
 
     measured = in_turn(hold, asked, 300)
@@ -220,36 +220,46 @@ def eviction_rows(slots: int, run_pages: int, *, copies: bool, passes: int) -> l
     With `copies` every page is on HOST too, as after write-through; otherwise victims are lost,
     and forgotten by the tree as well.
     """
-    amortised, longest = [], []
+    passes_us = []
     for turn in range(passes):
-        cache = empty_cache(16, slots, slots if copies else 0)
-        rng = np.random.default_rng(turn)
-        for _ in range(slots // run_pages - 1):
-            store(cache, random_tokens(rng, run_pages * 16))
-        if copies:
-            pages = cache.catalog.tiers[Tier.DEVICE].slot_page
-            pages = pages[pages >= 0]
-            cache.catalog.begin_fill(Tier.HOST, pages)
-            cache.catalog.commit(Tier.HOST, pages)
+        cache = _full_cache(slots, run_pages, copies=copies, seed=turn)
         gc.collect()
-        times = list(_evictions(cache, slots // 2))
-        amortised.append(sum(times) / len(times) / EVICTED_AT_ONCE)
-        longest.append(max(times))
-    what = "a drop" if copies else "lost"
-    name = f"evict {EVICTED_AT_ONCE} of {run_pages}-page prompts, {what}"
-    return [
-        Row(f"{name}: a victim", 16, slots, statistics.median(amortised), goal=3.0),
-        Row(f"{name}: longest call", 16, slots, statistics.median(longest), goal=2000.0),
-    ]
+        passes_us.append(list(_evictions(cache, slots // 2)))
+    name = f"evict {EVICTED_AT_ONCE} of {run_pages}-page prompts, {'a drop' if copies else 'lost'}"
+    wall, cpu = ([[call[of] for call in one] for one in passes_us] for of in (0, 1))
+    a_victim = statistics.median(statistics.mean(one) / EVICTED_AT_ONCE for one in wall)
+    rows = [Row(f"{name}: a victim", 16, slots, a_victim, goal=3.0)]
+    for of, times in (("", wall), (", processor time", cpu)):
+        longest = statistics.median(max(one) for one in times)
+        rows.append(Row(f"{name}: longest call{of}", 16, slots, longest, goal=2000.0))
+    return rows
 
 
-def _evictions(cache: TierCache, until_free: int) -> Iterable[float]:
+def _full_cache(slots: int, run_pages: int, *, copies: bool, seed: int) -> TierCache:
+    cache = empty_cache(16, slots, slots if copies else 0)
+    rng = np.random.default_rng(seed)
+    for _ in range(slots // run_pages - 1):
+        store(cache, random_tokens(rng, run_pages * 16))
+    if copies:
+        pages = cache.catalog.tiers[Tier.DEVICE].slot_page
+        pages = pages[pages >= 0]
+        cache.catalog.begin_fill(Tier.HOST, pages)
+        cache.catalog.commit(Tier.HOST, pages)
+    return cache
+
+
+def _evictions(cache: TierCache, until_free: int) -> Iterator[tuple[float, float]]:
+    """Microseconds of each call: as the clock goes, and of the processor.
+
+    On a machine that others use, the longest by the clock is how long they kept it.
+    """
     columns = cache.catalog.tiers[Tier.DEVICE]
     while columns.free_count < until_free:
         wanted = columns.free_count + EVICTED_AT_ONCE
-        started = time.perf_counter_ns()
+        started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
         cache.room.make(Tier.DEVICE, wanted)
-        yield (time.perf_counter_ns() - started) / 1000
+        cpu, wall = time.thread_time_ns() - started_cpu, time.perf_counter_ns() - started
+        yield wall / 1000, cpu / 1000
         assert columns.free_count == wanted
 
 

@@ -136,11 +136,13 @@ class Catalog:
     def fastest_ready(self, pages: PageIds) -> np.ndarray:
         """int8 per page: value of the fastest tier with a READY copy, -1 where there is none."""
         fastest = np.full(pages.size, -1, np.int8)
-        for tier in self.tiers:
-            missing = fastest < 0
+        missing = np.ones(pages.size, np.bool_)
+        for tier, columns in self.tiers.items():
+            ready = missing & (columns.state[pages] == _READY)
+            np.copyto(fastest, int(tier), where=ready)
+            missing ^= ready
             if not missing.any():
                 break
-            np.copyto(fastest, int(tier), where=missing & self.ready_on(tier, pages))
         return fastest
 
     def ready_elsewhere(self, tier: Tier, pages: PageIds) -> np.ndarray:

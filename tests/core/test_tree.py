@@ -70,9 +70,13 @@ def test_a_node_gives_the_buffer_back_that_it_does_not_need() -> None:
     before = tree.buffer_bytes
     insert(tree, np.array([*range(500), -1], np.int32), [1000])
     assert tree.buffer_bytes == before + 2 * 4, "a split leaves nothing unused behind"
-    tree.remove_leaves(path[:500:-1])
+    (head,) = tree.ensure_root(NAMESPACE, 0).children.values()
+    assert head.shared_buffer is not None
+    tree.remove_leaves(path[:499:-1])
+    assert head.shared_buffer is None, "the tail is gone, and with it the buffer for both"
+    assert tree.buffer_bytes == 501 * 2 * 4
     tree.remove_last(1000)
-    tree.remove_leaves(path[500:100:-1])
+    tree.remove_leaves(path[499:100:-1])
     assert tree.page_count == 101
     assert tree.buffer_bytes <= 4 * 101 * 2 * 4
 
