@@ -167,34 +167,39 @@ def long_rows(page_tokens: int, pages: int) -> list[Row]:
 # Insert
 
 
-def insert_row(page_tokens: int, tokens: int, goal: float | None) -> Row:
-    """The tree's part: a walk, a split in the middle, and a new node with the other half."""
+def insert_rows(page_tokens: int, tokens: int, goal: float | None) -> list[Row]:
+    """The tree's part: a walk, a split in the middle, and a new node with the other half.
+
+    What is parted from was stored just before; `cold` is the same after many others were stored.
+    """
     rng = np.random.default_rng(4)
     tree = Tree(page_tokens)
     root = tree.ensure_root(NAMESPACE, 0)
     pages = tokens // page_tokens
-    calls: list[Callable[[], object]] = []
+    new_ids = itertools.count(step=2 * pages)
 
-    def insert(prompt: Tokens, ids: np.ndarray) -> None:
-        match = tree.match(NAMESPACE, 0, prompt)
-        assert match is not None
-        tree.extend(match, prompt[match.pages.size * page_tokens :], ids)
-
-    for turn in range(60):
+    def prepared() -> Callable[[], object]:
         base = random_tokens(rng, tokens)
-        start = np.empty(0, np.int32)
-        ids = np.arange(2 * turn * pages, 2 * (turn + 1) * pages, dtype=np.int32)
-        tree.extend(Match(start, root, 0, False), base, ids[:pages])
-        other = diverging(base, seed=turn)
-        new = ids[pages : pages + (pages - pages // 2)]
-        calls.append(lambda other=other, new=new: insert(other, new))
-    return Row(
-        f"diverging insert of {tokens:,} tokens",
-        page_tokens,
-        tree.page_count,
-        median_us(calls),
-        goal=goal,
-    )
+        first = next(new_ids)
+        ids = np.arange(first, first + 2 * pages, dtype=np.int32)
+        tree.extend(Match(ids[:0], root, 0, False), base, ids[:pages])
+        other = diverging(base, seed=first)
+        new = ids[pages : pages + pages - pages // 2]
+
+        def insert() -> None:
+            match = tree.match(NAMESPACE, 0, other)
+            assert match is not None
+            tree.extend(match, other[match.pages.size * page_tokens :], new)
+
+        return insert
+
+    hot = median_us(prepared() for _ in range(60))
+    cold = median_us([prepared() for _ in range(60)])
+    name = f"diverging insert of {tokens:,} tokens"
+    return [
+        Row(name, page_tokens, tree.page_count, hot, goal=goal),
+        Row(f"{name}, cold", page_tokens, tree.page_count, cold),
+    ]
 
 
 def facade_insert_row(page_tokens: int, tokens: int) -> Row:
@@ -317,7 +322,7 @@ def measure(*, quick: bool) -> list[Row]:
                 rows += long_rows(page_tokens, pages)
         rows += many_node_rows(page_tokens)
         for tokens, goal in zip((SHORT, LONG), goals, strict=True):
-            rows.append(insert_row(page_tokens, tokens, goal))
+            rows += insert_rows(page_tokens, tokens, goal)
             rows += baseline_rows(page_tokens, tokens)
         rows.append(facade_insert_row(page_tokens, SHORT))
     for run_pages, copies in itertools.product((64, 1), (True, False)):

@@ -421,12 +421,11 @@ class TierCache:
     ) -> tuple[PageIds, np.ndarray]:
         """The matched pages a request can use, and the value of each one's fastest READY tier.
 
-        No holes, and never the prompt's last token. Ids come as intp: numpy would otherwise
-        convert them for each of the dozen columns that acquire and release look at.
+        No holes, and never the prompt's last token.
         """
         if match is None:
             return np.empty(0, np.intp), np.empty(0, np.int8)
-        pages = match.pages[: (tokens.size - 1) // self.page_tokens].astype(np.intp)
+        pages = match.pages[: (tokens.size - 1) // self.page_tokens]
         fastest = self.catalog.fastest_ready(pages)
         unusable = fastest != int(Tier.DEVICE) if not fetch else fastest < 0
         if unusable.any():

@@ -89,9 +89,9 @@ class Catalog:
 
     def forget_all(self, pages: PageIds) -> None:
         """Gives rows back, under the same conditions."""
-        assert self.live[pages].all()
-        assert not self.pins[pages].any()
-        assert not any(columns.is_resident(pages).any() for columns in self.tiers.values())
+        assert np.count_nonzero(self.live[pages]) == pages.size
+        assert not np.count_nonzero(self.pins[pages])
+        assert not any(np.count_nonzero(c.state[pages]) for c in self.tiers.values())
         self.live[pages] = False
         self.parent[pages] = NO_PAGE
         self._free_rows.give(pages)
@@ -135,14 +135,13 @@ class Catalog:
 
     def fastest_ready(self, pages: PageIds) -> np.ndarray:
         """int8 per page: value of the fastest tier with a READY copy, -1 where there is none."""
-        fastest = np.full(pages.size, -1, np.int8)
-        missing = np.ones(pages.size, np.bool_)
-        for tier, columns in self.tiers.items():
-            ready = missing & (columns.state[pages] == _READY)
-            np.copyto(fastest, int(tier), where=ready)
-            missing ^= ready
-            if not missing.any():
-                break
+        first, *others = self.tiers
+        ready = self.ready_on(first, pages)
+        fastest = ready.astype(np.int8) * np.int8(first + 1) - np.int8(1)
+        if np.count_nonzero(ready) == pages.size:
+            return fastest
+        for tier in reversed(others):
+            fastest[self.ready_on(tier, pages) & ~ready] = tier
         return fastest
 
     def ready_elsewhere(self, tier: Tier, pages: PageIds) -> np.ndarray:
@@ -166,7 +165,7 @@ class Catalog:
         """FREE → FILLING for one slot per page. The caller made sure that slots are free."""
         columns = self.tiers[tier]
         assert columns.free_count >= pages.size, f"{tier.label} has no room for {pages.size} pages"
-        assert not columns.state[pages].any(), "a page has one copy per tier"
+        assert not np.count_nonzero(columns.state[pages]), "a page has one copy per tier"
         slots = columns.free_slots.take(pages.size)
         columns.slot[pages] = slots
         columns.state[pages] = _FILLING
@@ -209,7 +208,7 @@ class Catalog:
     def free_retired(self, tier: Tier, slots: Slots) -> None:
         """RETIRING → FREE, once no worker and no reader can touch the slots."""
         columns = self.tiers[tier]
-        assert (columns.slot_state[slots] == _RETIRING).all()
+        assert np.count_nonzero(columns.slot_state[slots] == _RETIRING) == slots.size
         columns.slot_state[slots] = _FREE
         columns.count(_RETIRING, _FREE, slots.size)
         columns.free_slots.give(slots)
@@ -240,8 +239,8 @@ class Catalog:
         """Takes one pin of each of `pages`, of which each occurs once."""
         pins = self.pins[pages] - 1
         self.pins[pages] = pins
-        assert not (pins < 0).any(), "I5 a page was unpinned more often than pinned"
-        loose = pages[pins == 0] if pins.any() else pages
+        assert not np.count_nonzero(pins < 0), "I5 a page was unpinned more often than pinned"
+        loose = pages[pins == 0] if np.count_nonzero(pins) else pages
         self.pinned_count -= loose.size
         if loose.size:
             for tier in self.tiers:

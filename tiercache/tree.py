@@ -31,7 +31,8 @@ _SHORT_TOKENS = 2048
 RootName = tuple[bytes, int]
 """`(namespace fingerprint, generation)`: what has another root is never shared."""
 
-_EMPTY_PAGES = np.empty(0, np.int32)
+_NOTHING = np.empty(0, np.int32)
+_EMPTY_PAGES = np.empty(0, np.intp)
 
 
 def common_tokens(left: Tokens, right: Tokens) -> int:
@@ -77,8 +78,7 @@ class Node:
         self.first_depth = first_depth
         self.page_count = 0
         self.children: dict[bytes, Node] = {}
-        self._tokens = np.empty(0, np.int32)
-        self._pages = _EMPTY_PAGES
+        self._tokens = self._pages = _NOTHING
 
     def tokens(self, page_tokens: int) -> Tokens:
         return self._tokens[: self.page_count * page_tokens]
@@ -97,6 +97,10 @@ class Node:
 
     def append(self, tokens: Tokens, pages: PageIds, page_tokens: int) -> None:
         needed = self.page_count + pages.size
+        if not self.page_count:
+            self._pages, self._tokens = np.array(pages, np.int32), np.array(tokens, np.int32)
+            self.page_count = needed
+            return
         if needed > self._pages.size:
             self._resize(max(needed, 2 * self.page_count), page_tokens)
         self._pages[self.page_count : needed] = pages
@@ -137,7 +141,8 @@ def _resized(array: Tokens, used: int, capacity: int) -> Tokens:
 
 
 class Match(NamedTuple):
-    """Where a walk ended. `pages` are the ids of the matched prefix, first page first, a copy.
+    """Where a walk ended. `pages` are the ids of the matched prefix, first page first: a copy, as
+    intp, since many columns are going to be indexed with it.
 
     `node` is where it ended and `node_pages` how many of that node's pages matched. `beyond` says
     that stored content goes on after the end of the match, in another direction or further.
@@ -207,10 +212,12 @@ class Tree:
             return self._walk(node, tokens)
         more = common_tokens(rest, tokens) // self.page_tokens
         if taken + more < node.page_count:
-            pages = node.pages[taken : taken + more].copy()
+            pages = node.pages[taken : taken + more].astype(np.intp)
             return Match(pages, node, taken + more, beyond=True)
         below = self._walk(node, tokens[more * self.page_tokens :])
-        return below._replace(pages=np.concatenate((node.pages[taken:], below.pages)))
+        return below._replace(
+            pages=np.concatenate((node.pages[taken:], below.pages), dtype=np.intp)
+        )
 
     def _walk(self, node: Node, tokens: Tokens) -> Match:
         """Goes down from the end of `node`."""
@@ -229,11 +236,11 @@ class Tree:
             at += taken * page_tokens
             beyond = taken < child.page_count
             runs.append(run[:taken] if beyond else run)
-        if not runs:
-            return Match(_EMPTY_PAGES, node, taken, beyond)
-        return Match(
-            runs[0].copy() if len(runs) == 1 else np.concatenate(runs), node, taken, beyond
-        )
+        if len(runs) > 1:
+            pages = np.concatenate(runs, dtype=np.intp)
+        else:
+            pages = runs[0].astype(np.intp) if runs else _EMPTY_PAGES
+        return Match(pages, node, taken, beyond)
 
     def end_at(self, page: int) -> Match:
         """The end of a walk whose last page is `page`; its `pages` are left empty."""
