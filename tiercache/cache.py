@@ -88,6 +88,7 @@ class TierCache:
         self.tree = Tree(self.page_tokens)
         self.catalog = Catalog({t: limits.capacity_pages for t, limits in settings.tiers.items()})
         self.catalog.on_evictable = self._on_evictable
+        self.tree.reserve(self.catalog.rows)
         self.pending = PendingPrefixes(self.page_tokens)
         self.leases: dict[int, Lease] = {}
         self.disk_detached = False
@@ -125,7 +126,7 @@ class TierCache:
             self.moves,
             self.counters,
             demote=self._demote,
-            forget=self.forget_if_gone,
+            forget=self._forget_gone,
         )
 
     # A request's life
@@ -161,18 +162,19 @@ class TierCache:
             books = Books(tokens.size, {}, {MissReason.DISABLED: int(tokens.size)})
             return self._open(namespace, tokens, np.empty(0, np.int32), books, caching=False)
         match = self.tree.match(namespace, self.generation, tokens)
-        path = self._usable(match, tokens, fetch)
+        path, sources = self._usable(match, tokens, fetch)
         if match is not None and because is None and self._ends_at_bad_copy(match, path):
             because = MissReason.CHECKSUM_FAILED
         books = account_prompt(
             tokens.size,
             self.page_tokens,
-            self.catalog.fastest_ready(path),
+            sources,
             match,
             because,
         )
         self.catalog.pin(path)
-        cold = path[~self.catalog.tiers[Tier.DEVICE].is_resident(path)]
+        absent = path[sources != int(Tier.DEVICE)]
+        cold = absent[~self.catalog.tiers[Tier.DEVICE].is_resident(absent)]
         need = tokens.size // self.page_tokens - path.size + cold.size + 1
         answer = self.room.make(Tier.DEVICE, int(need))
         if answer is not Room.NOW:
@@ -182,7 +184,7 @@ class TierCache:
         self._touch(path)
         self.catalog.hits[path] += 1
         self._promote(cold)
-        lease.awaited = path[~self.catalog.ready_on(Tier.DEVICE, path)]
+        lease.awaited = absent
         self._extend_own(lease, int(need - cold.size))
         if lease.matched_pages < lease.prompt_tokens // self.page_tokens:
             self.pending.lead(lease)
@@ -213,7 +215,7 @@ class TierCache:
         """Tokens for which the lease has pages, stored or reserved."""
         if not lease.caching:
             return 1 << 62
-        return len(lease.pages) * self.page_tokens
+        return lease.pages.size * self.page_tokens
 
     def slots(self, lease: Lease, first_page: int, stop_page: int) -> Slots:
         """DEVICE slots of the lease's pages `[first_page, stop_page)`, int32."""
@@ -228,7 +230,7 @@ class TierCache:
         Their bytes have to be in their DEVICE slots before `insert` is called.
         """
         first = lease.inserted_pages
-        stop = min(computed_tokens // self.page_tokens, len(lease.pages))
+        stop = min(computed_tokens // self.page_tokens, lease.pages.size)
         if not lease.caching or stop <= first or lease.generation != self.generation:
             return first, first
         return first, stop
@@ -244,18 +246,16 @@ class TierCache:
         first, upto = self.insertable(lease, computed_tokens)
         if upto <= first:
             return 0
-        tokens = lease.tokens.view(0, upto * self.page_tokens)
-        self.tree.ensure_root(lease.namespace, lease.generation)
-        match = self.tree.match(lease.namespace, lease.generation, tokens)
-        assert match is not None
-        assert match.pages.size >= first, "a pinned path cannot leave the tree"
-        for index in range(first, int(match.pages.size)):
-            self._adopt(lease, index, int(match.pages[index]))
-        added = lease.page_range(int(match.pages.size), upto)
+        tokens = lease.tokens.view(first * self.page_tokens, upto * self.page_tokens)
+        match = self._match_behind(lease, first, tokens)
+        stored = first + int(match.pages.size)
+        for index, page in enumerate(match.pages.tolist(), start=first):
+            self._adopt(lease, index, page)
+        added = lease.page_range(stored, upto)
         if added.size:
-            parent = lease.pages[match.pages.size - 1] if match.pages.size else NO_PAGE
-            self.tree.extend(match, tokens[match.pages.size * self.page_tokens :], added)
-            self.catalog.attach(added, parent, int(match.pages.size))
+            parent = int(lease.pages[stored - 1]) if stored else NO_PAGE
+            self.tree.extend(match, tokens[(stored - first) * self.page_tokens :], added)
+            self.catalog.attach(added, parent, stored)
             self.catalog.pin(added)
             self.catalog.commit(Tier.DEVICE, added)
         lease.inserted_pages = upto
@@ -381,6 +381,18 @@ class TierCache:
             self._forget(page)
             page = parent
 
+    def _forget_gone(self, pages: PageIds) -> None:
+        """The same for pages that have just lost their copies, children before parents."""
+        bare = pages[~self.catalog.has_copy(pages) & (self.catalog.pins[pages] == 0)]
+        removed = self.tree.remove_leaves(bare) if bare.size else bare
+        if not removed.size:
+            return
+        parents = set(self.catalog.parent[removed].tolist()).difference(removed.tolist())
+        self.catalog.forget_all(removed)
+        self._forget_wishes(removed)
+        for page in parents:
+            self.forget_if_gone(page)
+
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
         return tuple(self._record(page) for page in pages.tolist())
@@ -399,7 +411,7 @@ class TierCache:
             prompt_tokens=int(tokens.size),
             matched_pages=int(path.size),
             books=books,
-            pages=path.tolist(),
+            pages=path,
             inserted_pages=int(path.size),
             caching=caching,
         )
@@ -410,16 +422,22 @@ class TierCache:
         if lease.state is not LeaseState.OPEN:
             raise LeaseError(f"lease {lease.serial} was released already")
 
-    def _usable(self, match: Match | None, tokens: Tokens, fetch: bool) -> PageIds:
-        """The matched pages a request can use: no holes, and never the prompt's last token."""
+    def _usable(
+        self, match: Match | None, tokens: Tokens, fetch: bool
+    ) -> tuple[PageIds, np.ndarray]:
+        """The matched pages a request can use, and the value of each one's fastest READY tier.
+
+        No holes, and never the prompt's last token.
+        """
         if match is None:
-            return np.empty(0, np.int32)
+            return np.empty(0, np.intp), np.empty(0, np.int8)
         pages = match.pages[: (tokens.size - 1) // self.page_tokens]
         fastest = self.catalog.fastest_ready(pages)
         unusable = fastest != int(Tier.DEVICE) if not fetch else fastest < 0
         if unusable.any():
-            pages = pages[: int(unusable.argmax())]
-        return pages
+            usable = int(unusable.argmax())
+            pages, fastest = pages[:usable], fastest[:usable]
+        return pages, fastest
 
     def _ends_at_bad_copy(self, match: Match, path: PageIds) -> bool:
         return path.size < match.pages.size and int(match.pages[path.size]) in self.moves.holes
@@ -445,7 +463,16 @@ class TierCache:
     def _extend_own(self, lease: Lease, pages: int) -> None:
         own = self.catalog.new_pages(pages)
         self.catalog.begin_fill(Tier.DEVICE, own)
-        lease.pages.extend(own.tolist())
+        lease.pages = np.concatenate((lease.pages, own))
+
+    def _match_behind(self, lease: Lease, first: int, tokens: Tokens) -> Match:
+        """What is stored of `tokens`, which follow the lease's first `first` pages in the tree."""
+        if first:
+            return self.tree.match_on(int(lease.pages[first - 1]), tokens)
+        self.tree.ensure_root(lease.namespace, lease.generation)
+        match = self.tree.match(lease.namespace, lease.generation, tokens)
+        assert match is not None
+        return match
 
     def _adopt(self, lease: Lease, index: int, stored: int) -> None:
         """Page `index` of the lease is in the tree already, as `stored`: goes on with that one.
@@ -453,7 +480,7 @@ class TierCache:
         Where the stored page has no complete DEVICE copy, the lease's slot becomes that copy; a
         load still under way into another slot is superseded and only gives its slot back.
         """
-        own = lease.pages[index]
+        own = int(lease.pages[index])
         self.catalog.pin(np.array([stored], np.int32))
         columns = self.catalog.tiers[Tier.DEVICE]
         if columns.state[stored] == int(SlotState.FILLING):
@@ -486,17 +513,23 @@ class TierCache:
         if queue is not None:
             queue.hint(pages)
 
-    def _unpin(self, pages: PageIds) -> None:
-        self.catalog.unpin(pages)
-        for page in pages[self.catalog.fastest_ready(pages) < 0][::-1].tolist():
-            self.forget_if_gone(page)
+    def _unpin(self, path: PageIds) -> None:
+        """Only the end of a path can be without children, and what that leaves bare above it."""
+        self.catalog.unpin(path)
+        if path.size:
+            self.forget_if_gone(int(path[-1]))
 
     def _forget(self, page: int) -> None:
         self.tree.remove_last(page)
         self.catalog.forget(page)
-        self.moves.holes.discard(page)
+        self._forget_wishes(np.array([page], np.int32))
+
+    def _forget_wishes(self, pages: PageIds) -> None:
+        forgotten = pages.tolist()
+        self.moves.holes.difference_update(forgotten)
         for queue in self.writes.values():
-            queue.forget(page)
+            for page in forgotten:
+                queue.forget(page)
 
     def _record(self, page: int) -> PageRecord:
         namespace, generation = self.tree.root_name(page)
