@@ -37,6 +37,7 @@ class TierColumns:
     """One tier's share of the catalog: columns by page id, and the pool's cells by slot."""
 
     __slots__ = (
+        "capacity_pages",
         "free_slots",
         "resident_children",
         "score",
@@ -49,6 +50,8 @@ class TierColumns:
 
     def __init__(self, tier: Tier, capacity_pages: int, rows: int) -> None:
         self.tier = tier
+        self.capacity_pages = capacity_pages
+        """Slots that may be held; never more than the pool has. See `resize`."""
         self.slot = np.full(rows, _NO_SLOT, np.int32)
         self.state = np.zeros(rows, np.uint8)
         self.score = np.zeros(rows, np.float64)
@@ -58,12 +61,36 @@ class TierColumns:
         self.free_slots = list(range(capacity_pages - 1, -1, -1))
 
     @property
-    def capacity_pages(self) -> int:
+    def pool_pages(self) -> int:
+        """Slots there are."""
         return int(self.slot_page.size)
 
     @property
+    def held_count(self) -> int:
+        """Slots that are not FREE."""
+        return self.pool_pages - len(self.free_slots)
+
+    @property
     def free_count(self) -> int:
-        return len(self.free_slots)
+        """Slots that can be filled now."""
+        return max(0, self.capacity_pages - self.held_count)
+
+    def resize(self, capacity_pages: int) -> None:
+        """Lets up to `capacity_pages` slots be held from now on.
+
+        What is held beyond that stays until it leaves; nothing is filled before that.
+        """
+        assert 0 < capacity_pages <= self.pool_pages
+        self.capacity_pages = capacity_pages
+
+    def copy(self) -> TierColumns:
+        """The same columns, independent of these; `score` is left out, nothing in it can break."""
+        twin = TierColumns(self.tier, 0, 0)
+        for name in ("slot", "state", "resident_children", "slot_page", "slot_state"):
+            setattr(twin, name, getattr(self, name).copy())
+        twin.free_slots = self.free_slots.copy()
+        twin.capacity_pages = self.capacity_pages
+        return twin
 
     def grow(self, rows: int) -> None:
         self.slot = _grown(self.slot, rows, _NO_SLOT)
@@ -237,6 +264,15 @@ class Catalog:
             for tier in self.tiers:
                 self.on_evictable(tier, loose)
 
+    def copy(self) -> Catalog:
+        """What `check` reads, independent of this catalog. O(pages)."""
+        twin = Catalog({}, 0)
+        twin.tiers = {tier: columns.copy() for tier, columns in self.tiers.items()}
+        for name in ("pins", "parent", "live"):
+            setattr(twin, name, getattr(self, name).copy())
+        twin._free_rows = self._free_rows.copy()
+        return twin
+
     # Eviction's view
 
     def is_evictable(self, tier: Tier, page: int) -> bool:
@@ -292,8 +328,8 @@ class Catalog:
 
     # Invariants
 
-    def check(self, pins: Mapping[int, int] | None = None) -> list[str]:
-        """I2, I5, I9 restated; with `pins` (page → expected pins) I5 is checked exactly."""
+    def check(self, pins: np.ndarray | None = None) -> list[str]:
+        """I2, I5, I9 restated; with `pins` (expected pins of each row) I5 is checked exactly."""
         problems: list[str] = []
         live = np.flatnonzero(self.live).astype(np.int32)
         for tier, columns in self.tiers.items():
@@ -302,12 +338,9 @@ class Catalog:
         if (self.pins < 0).any():
             problems.append("I5 a page has negative pins")
         if pins is not None:
-            expected = np.zeros_like(self.pins)
-            for page, count in pins.items():
-                expected[page] = count
-            wrong = np.flatnonzero(expected != self.pins)
+            wrong = np.flatnonzero(pins != self.pins)
             problems += [
-                f"I5 page {p} has {self.pins[p]} pins, leases and moves hold {expected[p]}"
+                f"I5 page {p} has {self.pins[p]} pins, leases and moves hold {pins[p]}"
                 for p in wrong[:8].tolist()
             ]
         return problems

@@ -95,8 +95,20 @@ class MoveBook:
                 settled.append(self._settle(completion, job))
         return settled
 
+    def cancel(self, move: Move) -> Settled | None:
+        """Takes back a move that no worker has begun; None when it is too late for that."""
+        if not self._transfers.cancel(move):
+            return None
+        del self.open[move.serial]
+        outcomes = (PageOutcome.CANCELLED,) * int(move.pages.size)
+        return self._settle(Completion(move, outcomes, 0.0), move)
+
     def moves(self) -> list[Move]:
         return [job for job in self.open.values() if isinstance(job, Move)]
+
+    def loads(self) -> list[Move]:
+        """The open moves that bring pages to DEVICE."""
+        return [move for move in self.moves() if move.target is Tier.DEVICE]
 
     def _settle_erase(self, completion: Completion, erase: Erase) -> None:
         if completion.error:
@@ -147,12 +159,13 @@ class MoveBook:
         arrived = int(np.count_nonzero(done))
         lane = (move.source, move.target)
         counters = self._counters
-        for outcome, pages in (
-            (MoveOutcome.DONE, arrived),
-            (MoveOutcome.FAILED, move.pages.size - arrived),
-        ):
+        cancelled = completion.outcomes[0] is PageOutcome.CANCELLED
+        missed = MoveOutcome.CANCELLED if cancelled else MoveOutcome.FAILED
+        for outcome, pages in ((MoveOutcome.DONE, arrived), (missed, move.pages.size - arrived)):
             if pages:
                 counters.moved_bytes[(*lane, outcome)] += pages * self._page_bytes
+        if cancelled:
+            return
         counters.move_seconds.setdefault(lane, Histogram()).observe(completion.seconds)
         slow = max(lane)
         if any(outcome is PageOutcome.FAILED for outcome in completion.outcomes):

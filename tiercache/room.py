@@ -54,7 +54,7 @@ class RoomMaker:
         if pages > columns.capacity_pages:
             return Room.NONE
         retiring = int(np.count_nonzero(columns.slot_state == int(SlotState.RETIRING)))
-        shortfall = pages - columns.free_count - retiring
+        shortfall = pages + columns.held_count - retiring - columns.capacity_pages
         if shortfall > self._catalog.unpinned_ready(tier).size:
             return Room.SOON if self._moves.open else Room.NONE
         if shortfall > 0:
@@ -68,7 +68,7 @@ class RoomMaker:
         columns = self._catalog.tiers[tier]
         capacity = columns.capacity_pages
         retiring = int(np.count_nonzero(columns.slot_state == int(SlotState.RETIRING)))
-        used = capacity - columns.free_count - retiring
+        used = columns.held_count - retiring
         if used > int(high_watermark * capacity):
             self._evict_until(tier, used - int(low_watermark * capacity))
 

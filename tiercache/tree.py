@@ -175,6 +175,13 @@ class Tree:
     def contains(self, page: int) -> bool:
         return page < self._node_of.size and self._node_of[page] != NO_PAGE
 
+    def placed(self, pages: PageIds) -> np.ndarray:
+        """Boolean mask over `pages`: which are in a node."""
+        known = pages < self._node_of.size
+        placed = np.zeros(pages.size, np.bool_)
+        placed[known] = self._node_of[pages[known]] != NO_PAGE
+        return placed
+
     def children(self, page: int) -> list[int]:
         """Page ids that follow `page` directly: the next of its run, or the heads of its nodes."""
         node = self._nodes[int(self._node_of[page])]
@@ -296,17 +303,35 @@ class Tree:
 
     # Invariants
 
+    def copy(self) -> Tree:
+        """What `check` reads, independent of this tree: of its tokens only each node's first page.
+
+        O(nodes + pages).
+        """
+        twin = Tree(self.page_tokens)
+        twin._node_of = self._node_of.copy()
+        for serial, node in self._nodes.items():
+            copied = Node(serial, None, node.first_depth, node.name)
+            copied.page_count = node.page_count
+            copied._pages = node.pages.copy()
+            copied._tokens = node.tokens(self.page_tokens)[: self.page_tokens].copy()
+            twin._nodes[serial] = copied
+        for serial, node in self._nodes.items():
+            children = {key: twin._nodes[child.serial] for key, child in node.children.items()}
+            twin._nodes[serial].children = children
+            if node.parent is not None:
+                twin._nodes[serial].parent = twin._nodes[node.parent.serial]
+        twin._roots = {name: twin._nodes[root.serial] for name, root in self._roots.items()}
+        return twin
+
     def check(self) -> list[str]:
         """I1 (tree side): every page is in exactly one node, and links agree both ways."""
         problems: list[str] = []
-        seen: dict[int, int] = {}
         for node in self._nodes.values():
-            for page in node.pages.tolist():
-                if page in seen:
-                    problems.append(f"I1 page {page} is in nodes {seen[page]} and {node.serial}")
-                seen[page] = node.serial
-                if self._node_of[page] != node.serial:
-                    problems.append(f"I1 page {page} of node {node.serial} points elsewhere")
+            elsewhere = node.pages[self._node_of[node.pages] != node.serial]
+            problems += [
+                f"I1 page {page} of node {node.serial} points elsewhere" for page in elsewhere
+            ]
             if node.parent is not None and not node.page_count:
                 problems.append(f"I1 node {node.serial} is empty")
             for key, child in node.children.items():
@@ -315,7 +340,8 @@ class Tree:
                     problems.append(f"I1 child {child.serial} of node {node.serial} is misfiled")
                 if child.first_depth != node.first_depth + node.page_count:
                     problems.append(f"I1 child {child.serial} has a wrong depth")
-        placed = int(np.count_nonzero(self._node_of != NO_PAGE))
-        if placed != len(seen):
-            problems.append(f"I1 {placed} pages claim a node, nodes hold {len(seen)}")
+        # Every held page points to its node, so equal numbers leave no page in two places.
+        placed, held = int(np.count_nonzero(self._node_of != NO_PAGE)), self.page_count
+        if placed != held:
+            problems.append(f"I1 {placed} pages claim a node, nodes hold {held}")
         return problems
