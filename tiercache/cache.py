@@ -461,7 +461,9 @@ class TierCache:
         queue = self.writes.get(settled.move.target)
         if queue is not None and settled.move.source < settled.move.target:
             queue.settle(settled)
+            self.room.written(settled.arrived)
         for page in settled.failed.tolist():
+            self.room.stays(page)
             self.forget_if_gone(page)
 
     def _trim(self, tier: Tier) -> None:
@@ -534,6 +536,7 @@ class TierCache:
         self.tree.remove_last(page)
         self.catalog.forget(page)
         self.moves.holes.discard(page)
+        self.room.stays(page)
         for queue in self.writes.values():
             queue.forget(page)
 

@@ -15,7 +15,7 @@ from tiercache.eviction import VictimQueue
 from tiercache.lease import Room
 from tiercache.metrics import CacheCounters, DropReason, EvictOutcome
 from tiercache.moves import MoveBook
-from tiercache.types import SlotState, Tier
+from tiercache.types import PageIds, SlotState, Tier
 
 
 class RoomMaker:
@@ -41,6 +41,8 @@ class RoomMaker:
         self._counters = counters
         self._demote = demote
         self._forget = forget
+        self._leaving: dict[int, Tier] = {}
+        """Pages that are being written down before they leave a tier."""
 
     def make(self, tier: Tier, pages: int) -> Room:
         """Tries to have `pages` free slots on `tier`.
@@ -72,6 +74,21 @@ class RoomMaker:
         if used > int(high_watermark * capacity):
             self._evict_until(tier, used - int(low_watermark * capacity))
 
+    def written(self, pages: PageIds) -> None:
+        """Pages got a copy on a slower tier: those that had to have one before they leave, leave.
+
+        At once, since the slower tier may be trimmed next, and would give up the coldest first: the
+        very pages that were just written.
+        """
+        for page in pages.tolist():
+            tier = self._leaving.pop(page, None)
+            if tier is not None and self._catalog.is_evictable(tier, page):
+                self._evict(tier, page)
+
+    def stays(self, page: int) -> None:
+        """The page could not be written down, or is no more."""
+        self._leaving.pop(page, None)
+
     def _evict_until(self, tier: Tier, pages: int) -> None:
         """Evicts up to `pages` pages; pages that had to be demoted first count when they go."""
         left = pages
@@ -91,6 +108,7 @@ class RoomMaker:
             for other in self._catalog.tiers
         )
         if not elsewhere and self._demote(tier, page):
+            self._leaving[page] = tier
             return False
         self.leave(tier, page)
         outcome = EvictOutcome.COPY_ELSEWHERE if elsewhere else EvictOutcome.LOST

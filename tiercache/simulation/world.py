@@ -1,0 +1,242 @@
+"""The simulated service: one operation at a time, checked after each.
+
+What an engine does in the order of its turns happens here in any order: each step is one operation
+on one request, one tick, one stretch of time, or one thing an operator or the world does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+
+from tiercache.clock import ManualClock
+from tiercache.lease import Lease, Room
+from tiercache.restore import remember
+from tiercache.simulation.journal import Journal
+from tiercache.simulation.medium import SimulatedStore
+from tiercache.simulation.oracle import Oracle, OracleError
+from tiercache.simulation.process import Process
+from tiercache.simulation.requests import Request, Stage
+from tiercache.simulation.scenario import Scenario, draw_scenario
+from tiercache.simulation.service import Service
+from tiercache.types import Tier, Tokens
+
+_HOT_PREFIXES = 4
+
+
+class World:
+    """Everything of one seed. `step` does one operation and raises OracleError if that broke it."""
+
+    def __init__(self, seed: int, journal: Journal) -> None:
+        self.scenario: Scenario = draw_scenario(seed)
+        self.journal = journal
+        self._rng = Random(seed * 2 + 1)
+        self._clock = ManualClock()
+        layout = self.scenario.layout
+        self._oracle = Oracle(layout.page_tokens, layout.page_bytes)
+        disk_pages = self.scenario.capacity_pages.get(Tier.DISK)
+        self._store = SimulatedStore(disk_pages) if disk_pages else None
+        self._namespaces = [bytes([65 + i]) * 32 for i in range(self.scenario.namespaces)]
+        self._hot = [
+            self._random_tokens(self.scenario.longest_prompt_tokens) for _ in range(_HOT_PREFIXES)
+        ]
+        self._names = list(self.scenario.operations)
+        self._weights = list(self.scenario.operations.values())
+        self._start()
+
+    def step(self) -> None:
+        name = self._rng.choices(self._names, self._weights)[0]
+        self.journal.count("operations", name)
+        getattr(self, f"_{name}")()
+        self.process.verify()
+
+    def close(self) -> None:
+        """Ends the service in good order, whatever it was doing."""
+        self._shutdown()
+        self.process.verify()
+
+    # Requests
+
+    def _arrive(self) -> None:
+        if len(self.service.requests) >= self.scenario.most_requests:
+            self._proceed()
+            return
+        namespace = self._rng.choice(self._namespaces)
+        request = self.service.submit(namespace, self._draw_prompt())
+        self._say(f"request {request.serial} arrives with {request.tokens.tolist()}")
+
+    def _proceed(self) -> None:
+        if self.service.requests:
+            self.service.proceed(self._rng.choice(self.service.requests))
+
+    def _abort(self) -> None:
+        """Anybody may go, those whose pages are on their way more often than others."""
+        requests = self.service.requests
+        fetching = [request for request in requests if request.stage is Stage.FETCHING]
+        if requests:
+            choice = fetching if fetching and self._rng.random() < 0.5 else requests
+            self._end(self._rng.choice(choice), "abort")
+
+    def _lookup(self) -> None:
+        namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
+        found = self.process.cache.lookup(namespace, tokens)
+        expected = self._oracle.stored(namespace, tokens)
+        page_tokens = self.scenario.layout.page_tokens
+        by_tier = {t: n // page_tokens for t, n in found.tokens_by_tier.items() if n}
+        if by_tier != Counter(expected) or found.matched_tokens != len(expected) * page_tokens:
+            raise OracleError(f"a look-up found {by_tier}, by the model {Counter(expected)}")
+
+    # Background
+
+    def _tick(self) -> None:
+        self.process.cache.tick()
+
+    def _pass_time(self) -> None:
+        seconds = self._rng.choice((None, None, 0.0005, 0.002, 0.02))
+        self.process.transfers.pass_time(seconds)
+
+    def _rest(self) -> None:
+        self.process.come_to_rest()
+        self.process.verify_disk()
+
+    # Operators
+
+    def _evict_tier(self) -> None:
+        self._evict(self._rng.choice(list(Tier)))
+
+    def _evict_prefix(self) -> None:
+        namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
+        self._evict(self._rng.choice((Tier.DEVICE, Tier.HOST)), namespace, tokens)
+
+    def _evict(
+        self, tier: Tier, namespace: bytes | None = None, tokens: Tokens | None = None
+    ) -> None:
+        before = self._oracle.found_pages()
+        report = self.process.cache.evict(tier, namespace, tokens)
+        self._say(f"evict {tier.label}: {report}")
+        if self._oracle.found_pages() != before:
+            raise OracleError("an operator's eviction lost pages that have no other copy")
+
+    def _resize(self) -> None:
+        cache = self.process.cache
+        tier = self._rng.choice(list(cache.catalog.tiers))
+        pages = self._rng.randint(1, cache.catalog.tiers[tier].pool_pages)
+        old = cache.catalog.tiers[tier].capacity_pages
+        cache.resize(tier, pages)
+        busy = "busy" if cache.moves.open or cache.leases else "idle"
+        way = "grow" if pages > old else "shrink"
+        self.journal.count("resizes", f"{tier.label} {way} {busy}")
+        self._say(f"resize {tier.label} to {pages}")
+
+    def _flush(self) -> None:
+        self._flush_with(recorded=True)
+
+    def _flush_unrecorded(self) -> None:
+        self._flush_with(recorded=False)
+
+    def _flush_with(self, *, recorded: bool) -> None:
+        cache, store = self.process.cache, self._store
+        during = "moves" if cache.moves.open else "no moves"
+        holding = "leases" if cache.leases else "no leases"
+        self.journal.count("flushes", f"during {during} and {holding}")
+        fails = store is not None and not recorded
+        if store is not None:
+            store.is_out = fails
+        self._oracle.began(cache.generation + 1, detached=fails)
+        report = cache.flush()
+        if store is not None:
+            store.is_out = False
+        if fails:
+            self.journal.count("faults", "set_generation_fails")
+        if bool(report.detached) != fails:
+            raise OracleError(f"a flush reports {report.detached}")
+        self._say(f"flush: {report}")
+
+    # Ends and beginnings
+
+    def _shutdown(self) -> None:
+        self._end_all("shutdown")
+        self.process.come_to_rest()
+        self.process.verify()
+        self.process.verify_disk()
+        if self.process.cache.catalog.pins.any():
+            raise OracleError("I5 nothing is open and something is pinned")
+        self._demand_progress()
+        remember(self.process.cache)
+        if self._store is not None:
+            self._store.sync()
+        self._start()
+
+    def _kill(self) -> None:
+        self.process.transfers.crash()
+        self._end_all("kill", release=False)
+        self._start()
+
+    def _power_loss(self) -> None:
+        self.process.transfers.crash()
+        if self._store is not None:
+            lost = self._store.lose_tail(self._rng)
+            self.journal.count("faults", "unsynced_tail_lost", lost)
+        self._end_all("power_loss", release=False)
+        self._start()
+
+    def _demand_progress(self) -> None:
+        """With nothing held, any prompt that fits gets its lease in finitely many completions."""
+        cache = self.process.cache
+        page_tokens = self.scenario.layout.page_tokens
+        most = (cache.catalog.tiers[Tier.DEVICE].capacity_pages - 1) * page_tokens
+        if not most:
+            return
+        tokens = self._random_tokens(most)
+        for _ in range(100):
+            lease = cache.acquire(self._namespaces[0], tokens)
+            if isinstance(lease, Lease):
+                cache.release(lease)
+                self.process.come_to_rest()
+                return
+            if lease is Room.NONE and cache.idle:
+                break
+            self.process.come_to_rest()
+        raise OracleError(f"a prompt of {most} tokens never gets a lease")
+
+    def _start(self) -> None:
+        self.process = Process(
+            self.scenario, self._store, self._clock, self._rng, self.journal, self._oracle
+        )
+        self.service = Service(
+            self.scenario, self.process, self._clock, self._rng, self.journal, self._oracle
+        )
+        self._say(f"start, generation {self.process.cache.generation}")
+
+    def _end_all(self, how: str, *, release: bool = True) -> None:
+        for request in list(self.service.requests):
+            self._end(request, how, release=release)
+
+    def _end(self, request: Request, how: str, *, release: bool = True) -> None:
+        self.service.end(request, how, release=release)
+
+    # Choices
+
+    def _draw_prompt(self) -> Tokens:
+        """A hot prefix as it is or parting somewhere, what an earlier request left, or new."""
+        dice = self._rng.random()
+        longest = self.scenario.longest_prompt_tokens
+        length = self._rng.randint(1, longest)
+        if dice < 0.55:
+            tokens = self._rng.choice(self._hot)[:length].copy()
+            if self._rng.random() < 0.3:
+                at = self._rng.randrange(length)
+                tokens[at:] = self._random_tokens(length - at)
+            return tokens
+        if dice < 0.8 and self.service.answered:
+            return self._rng.choice(self.service.answered)[:longest].copy()
+        return self._random_tokens(length)
+
+    def _random_tokens(self, count: int) -> Tokens:
+        values = [self._rng.randrange(self.scenario.vocabulary) for _ in range(count)]
+        return np.array(values, np.int32)
+
+    def _say(self, line: str) -> None:
+        self.journal.say(f"{self._clock.now_seconds():.4f} {line}")
