@@ -352,6 +352,7 @@ class TierCache:
         assert generation > self.generation
         self.generation = generation
         self.pending.clear()
+        self.room.clear()
         self.reap()
 
     def detach_disk(self) -> None:

@@ -89,6 +89,10 @@ class RoomMaker:
         """The page could not be written down, or is no more."""
         self._leaving.pop(page, None)
 
+    def clear(self) -> None:
+        """A generation ended: its pages go as soon as nobody holds them, written down or not."""
+        self._leaving.clear()
+
     def _evict_until(self, tier: Tier, pages: int) -> None:
         """Evicts up to `pages` pages; pages that had to be demoted first count when they go."""
         left = pages
