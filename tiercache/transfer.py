@@ -84,7 +84,8 @@ class Completion:
 class MemoryPool(Protocol):
     """DEVICE or HOST pages as rows of bytes, uint8 `[capacity_pages, page_bytes]`."""
 
-    rows: Bytes
+    @property
+    def rows(self) -> Bytes: ...
 
     def close(self) -> None: ...
 
@@ -94,6 +95,8 @@ class PageStore(Protocol):
 
     @property
     def generation(self) -> int: ...
+
+    def records(self) -> list[PageRecord]: ...
 
     def read_into(self, page: PageIdentity, out: Bytes) -> None: ...
 

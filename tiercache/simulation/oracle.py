@@ -195,6 +195,6 @@ class Oracle:
 
 
 def _counted_as(outcome: PageOutcome) -> str:
-    if outcome in (PageOutcome.DONE, PageOutcome.CANCELLED):
-        return outcome.value
-    return "failed"
+    if outcome is PageOutcome.DONE:
+        return "done"
+    return "cancelled" if outcome is PageOutcome.CANCELLED else "failed"

@@ -38,7 +38,7 @@ class Process:
         page_bytes = scenario.layout.page_bytes
         self._oracle = oracle
         self._store = store
-        self.pools = {
+        self.pools: dict[Tier, SimulatedPool] = {
             tier: SimulatedPool(pages, page_bytes)
             for tier, pages in scenario.capacity_pages.items()
             if tier is not Tier.DISK

@@ -40,12 +40,15 @@ class Report:
     seeds: int
     counts: dict[str, Counter[str]]
     failure: Failure | None
+    """The first seed that failed, after which no other was tried."""
 
-    def json(self) -> str:
+    def json(self, command: str) -> str:
+        """The report as text; `command` is what makes it again."""
         matches = self.counts.get("matches", Counter())
         hits = matches.total() - matches["nothing"]
         share = matches["a tier other than device"] / hits if hits else 0.0
         body = {
+            "command": command,
             "steps": self.steps,
             "seeds": self.seeds,
             "share_of_matches_on_a_tier_other_than_device": round(share, 4),
