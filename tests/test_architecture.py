@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "cupy", "lmdb", "transformers")
 LAYERS = [
     {"types", "errors", "clock", "config", "config_problems", "sizes", "keys", "metrics"},
-    {"tree", "catalog", "policies", "eviction", "lease", "books", "pending", "gate"},
+    {"tree", "columns", "catalog", "policies", "eviction", "lease", "books", "pending", "gate"},
     {"tiers", "codecs", "transfer"},
     {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch"},
     {"testing", "simulation", "replay"},

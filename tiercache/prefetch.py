@@ -12,8 +12,10 @@ import numpy as np
 from tiercache.cache import TierCache
 from tiercache.lease import Room
 from tiercache.metrics import PrefetchOutcome
-from tiercache.transfer import EMPTY_PAGES, batches
+from tiercache.transfer import batches
 from tiercache.types import PageIds, SlotState, Tier, Tokens
+
+_NO_PAGES: PageIds = np.empty(0, np.intp)
 
 
 class Prefetcher:
@@ -45,12 +47,12 @@ class Prefetcher:
                 break
             self._cache.moves.start(batch, Tier.DISK, (Tier.HOST,))
             begun.append(batch)
-        self._pages[request_id] = np.concatenate(begun) if begun else EMPTY_PAGES
+        self._pages[request_id] = np.concatenate(begun) if begun else _NO_PAGES
         self._count(PrefetchOutcome.OVER_BUDGET, cold.size - self._pages[request_id].size)
 
     def is_under_way(self, request_id: str) -> bool:
         """Whether pages for this request are being read right now: worth a short wait."""
-        pages = self._pages.get(request_id, EMPTY_PAGES)
+        pages = self._pages.get(request_id, _NO_PAGES)
         if not pages.size:
             return False
         state = self._cache.catalog.tiers[Tier.HOST].state[pages]
@@ -58,14 +60,14 @@ class Prefetcher:
 
     def started(self, request_id: str) -> None:
         """The request has its lease: its pages count no more."""
-        pages = self._pages.pop(request_id, EMPTY_PAGES)
+        pages = self._pages.pop(request_id, _NO_PAGES)
         used = int(np.count_nonzero(self._cache.catalog.ready_on(Tier.HOST, pages)))
         self._count(PrefetchOutcome.USED, used)
         self._count(PrefetchOutcome.LATE, pages.size - used)
 
     def left(self, request_id: str) -> None:
         """The request went without starting."""
-        pages = self._pages.pop(request_id, EMPTY_PAGES)
+        pages = self._pages.pop(request_id, _NO_PAGES)
         self._count(PrefetchOutcome.UNUSED, pages.size)
 
     def _only_on_disk(self, namespace: bytes, tokens: Tokens) -> PageIds:
@@ -73,7 +75,7 @@ class Prefetcher:
         cache = self._cache
         match = cache.tree.match(namespace, cache.generation, tokens)
         if match is None:
-            return EMPTY_PAGES
+            return _NO_PAGES
         pages = match.pages[: (tokens.size - 1) // cache.page_tokens]
         fastest = cache.catalog.fastest_ready(pages)
         if (fastest < 0).any():

@@ -50,7 +50,10 @@ class WriteQueue:
         self._counters = counters
         self._pages_per_move = pages_per_move
         self._open_moves = open_moves
-        self._wanted: OrderedDict[int, None] = OrderedDict()
+        self._wanted: OrderedDict[int, bool] = OrderedDict()
+        """Pages by urgency, and whether their ancestors were put ahead of them already: that is
+        done once, so a tier that gives up a chain's head before its end came is not written to
+        again and again."""
         self._refused: set[int] = set()
         self._in_flight = 0
 
@@ -66,7 +69,7 @@ class WriteQueue:
         missing = pages[~self._catalog.tiers[self.tier].is_resident(pages)]
         for page in missing.tolist():
             if page not in self._refused:
-                self._wanted[page] = None
+                self._wanted.setdefault(page, False)
 
     def demote(self, page: int, room: RoomMaker) -> bool:
         """Writes one page before all others, since it has to leave a faster tier.
@@ -74,7 +77,8 @@ class WriteQueue:
         False when this tier refuses it: the page will not come here, ask the next tier.
         """
         if page not in self._refused and not self._is_coming(page):
-            self._put_back([page])
+            if not self._wanted.setdefault(page, False):
+                self._wanted.move_to_end(page, last=False)
             self.pump(room)
         return page in self._wanted or self._is_coming(page)
 
@@ -134,8 +138,9 @@ class WriteQueue:
         return bool(fits.size)
 
     def _put_back(self, pages: list[int]) -> None:
+        """Next in turn again; whatever they need before them is on its way or in `pages`."""
         for page in reversed(pages):
-            self._wanted[page] = None
+            self._wanted[page] = True
             self._wanted.move_to_end(page, last=False)
 
     def _next_pages(self) -> PageIds:
@@ -154,6 +159,7 @@ class WriteQueue:
                 batch[link] = None
                 self._wanted.pop(link, None)
             if len(chain) > limit:
+                self._put_back(chain[limit:])
                 break
         return np.array(list(batch), np.int32)
 
@@ -170,7 +176,8 @@ class WriteQueue:
         while link != NO_PAGE and link not in batch:
             if columns.state[link] != int(SlotState.FREE):
                 break
-            if link in self._refused or self._source(link) is None:
+            is_late = link != page and self._wanted.get(page, False)
+            if is_late or link in self._refused or self._source(link) is None:
                 self._refuse(page, DropReason.EVICTED_FIRST)
                 return None
             chain.append(link)

@@ -72,6 +72,9 @@ class ScriptedCache:
         self.commands.append(("flush",))
         return FlushReport(7, {Tier.DEVICE: 5}, {Tier.DEVICE: 2}, self.detached, "no space left")
 
+    def freeze(self) -> ScriptedCache:
+        return self
+
     def check(self) -> list[str]:
         return self.problems
 
