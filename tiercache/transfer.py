@@ -18,8 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
-from tiercache.errors import PageCorrupt, TierError
-from tiercache.tiers.disk import DiskStore, PageRecord, WriteOutcome
+from tiercache.errors import TierOffline
+from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
+from tiercache.tiers.disk_format import PageRecord
+from tiercache.tiers.store import PageStore
 from tiercache.types import Bytes, PageIds, Slots, Tier
 
 
@@ -31,7 +33,9 @@ class PageOutcome(Enum):
     CORRUPT = "corrupt"
     MISSING = "missing"
     NO_ROOM = "no_room"
+    NO_SPACE = "no_space"
     OLD_GENERATION = "old_generation"
+    OFFLINE = "offline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Transfers(Protocol):
 class Carrier:
     """Does one job at a time, on whatever thread calls it. Has no state besides the pools."""
 
-    def __init__(self, pools: Mapping[Tier, MemoryPool], store: DiskStore | None) -> None:
+    def __init__(self, pools: Mapping[Tier, MemoryPool], store: PageStore | None) -> None:
         self._pools = pools
         self._store = store
 
@@ -111,6 +115,8 @@ class Carrier:
         error = ""
         try:
             outcomes = self._erase(job) if isinstance(job, Erase) else self._move(job)
+        except TierOffline:
+            outcomes = (PageOutcome.OFFLINE,) * _outcome_count(job)
         except Exception as fault:  # a worker lives on, whatever one job did to it
             error = f"{type(fault).__name__}: {fault}"
             outcomes = (PageOutcome.FAILED,) * _outcome_count(job)
@@ -133,39 +139,23 @@ class Carrier:
             source, source_slots = hop.tier, hop.slots
 
     def _read(self, move: Move) -> tuple[PageOutcome, ...]:
-        """DISK → first hop, verified whole, then on along the chain, page by page."""
+        """DISK → first hop, verified whole, then on along the chain for what arrived."""
         assert self._store is not None
-        outcomes = []
-        for index, record in enumerate(move.records):
-            first = move.hops[0]
-            row = self._pools[first.tier].rows[int(first.slots[index])]
-            outcome = self._read_page(record, row)
-            if outcome is PageOutcome.DONE:
-                rest = tuple(Hop(h.tier, h.slots[index : index + 1]) for h in move.hops[1:])
-                self._copy(first.tier, first.slots[index : index + 1], rest)
-            outcomes.append(outcome)
-        return tuple(outcomes)
-
-    def _read_page(self, record: PageRecord, row: Bytes) -> PageOutcome:
-        assert self._store is not None
-        try:
-            self._store.read_into(record, row)
-        except PageCorrupt:
-            return PageOutcome.CORRUPT
-        except KeyError:
-            return PageOutcome.MISSING
-        except TierError:
-            return PageOutcome.FAILED
-        return PageOutcome.DONE
+        first, *rest = move.hops
+        outcomes = self._store.read_pages(self._rows(first.tier, first.slots, move))
+        arrived = np.array([outcome is ReadOutcome.READ for outcome in outcomes], np.bool_)
+        onward = tuple(Hop(hop.tier, hop.slots[arrived]) for hop in rest)
+        self._copy(first.tier, first.slots[arrived], onward)
+        return tuple(_READ_OUTCOMES[outcome] for outcome in outcomes)
 
     def _write(self, move: Move) -> tuple[PageOutcome, ...]:
         assert self._store is not None
-        rows = self._pools[move.source].rows
-        batch = [
-            (record, rows[int(slot)])
-            for record, slot in zip(move.records, move.source_slots, strict=True)
-        ]
+        batch = self._rows(move.source, move.source_slots, move)
         return tuple(_WRITE_OUTCOMES[outcome] for outcome in self._store.write(batch))
+
+    def _rows(self, tier: Tier, slots: Slots, move: Move) -> list[tuple[PageRecord, Bytes]]:
+        rows = self._pools[tier].rows
+        return [(r, rows[slot]) for r, slot in zip(move.records, slots.tolist(), strict=True)]
 
     def _erase(self, erase: Erase) -> tuple[PageOutcome, ...]:
         assert self._store is not None
@@ -173,9 +163,16 @@ class Carrier:
         return (PageOutcome.DONE,)
 
 
+_READ_OUTCOMES = {
+    ReadOutcome.READ: PageOutcome.DONE,
+    ReadOutcome.MISSING: PageOutcome.MISSING,
+    ReadOutcome.CORRUPT: PageOutcome.CORRUPT,
+}
+
 _WRITE_OUTCOMES = {
     WriteOutcome.WRITTEN: PageOutcome.DONE,
     WriteOutcome.FULL: PageOutcome.NO_ROOM,
+    WriteOutcome.NO_SPACE: PageOutcome.NO_SPACE,
     WriteOutcome.OLD_GENERATION: PageOutcome.OLD_GENERATION,
     WriteOutcome.NO_PARENT: PageOutcome.FAILED,
 }

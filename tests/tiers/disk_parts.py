@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from tiercache.testing.disk_pages import MIB, PAGE_BYTES, stamp, with_payloads
-from tiercache.tiers.disk import DiskStore, PageRecord, WriteOutcome
+from tiercache.tiers.disk import DiskStore, PageRecord, ReadOutcome, WriteOutcome
+from tiercache.tiers.store import PageStore
 from tiercache.types import Bytes
 
-WRITTEN, FULL = WriteOutcome.WRITTEN, WriteOutcome.FULL
+WRITTEN, FULL, NO_SPACE = WriteOutcome.WRITTEN, WriteOutcome.FULL, WriteOutcome.NO_SPACE
 
 
 def store_pages(store: DiskStore, records: list[PageRecord]) -> None:
@@ -93,3 +94,13 @@ def flip_a_byte_of(record: PageRecord, path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[raw.index(stamp(record.key).tobytes()) + PAGE_BYTES // 2] ^= 0x10
     file.write_bytes(raw)
+
+
+def read_all(store: PageStore, records: list[PageRecord]) -> int:
+    """How many of the pages come back; each of them with its own bytes."""
+    rows = np.empty((len(records), PAGE_BYTES), np.uint8)
+    outcomes = store.read_pages(list(zip(records, rows, strict=True)))
+    good = [index for index, outcome in enumerate(outcomes) if outcome is ReadOutcome.READ]
+    for index in good:
+        assert np.array_equal(rows[index], stamp(records[index].key))
+    return len(good)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.tiers.disk_parts import (
     FULL,
+    NO_SPACE,
     WRITTEN,
     assert_holds,
     folder_bytes,
@@ -97,7 +98,7 @@ def test_the_file_system_keeps_its_floor(path: Path) -> None:
         store_pages(store, records[:2])
     with opened(path, free_space_floor_bytes=1 << 60) as store:
         assert "tiers.disk.free_space_floor" in store.open_notes[0]
-        assert set(store.write(with_payloads(records[2:]))) == {FULL}
+        assert set(store.write(with_payloads(records[2:]))) == {NO_SPACE}
         assert_holds(store, records[:2])
 
 

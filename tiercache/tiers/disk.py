@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.errors import ConfigError, PageCorrupt, TierError, TierFull
+from tiercache.errors import ConfigError, PageCorrupt, TierError, TierFull, TierLost
 from tiercache.tiers.disk_facts import (
     CHUNK_PAGES,
     Durability,
+    ReadOutcome,
     VerifyReport,
     WriteOutcome,
     chunks,
+    is_no_space,
 )
 from tiercache.tiers.disk_folder import PAGES, StoreFolder, unusable
 from tiercache.tiers.disk_format import (
@@ -42,6 +44,7 @@ from tiercache.tiers.disk_format import (
 )
 from tiercache.tiers.disk_gate import Gate
 from tiercache.tiers.disk_room import Room, plan_room
+from tiercache.tiers.store import Pages
 from tiercache.types import Bytes
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ __all__ = [
     "Durability",
     "PageIdentity",
     "PageRecord",
+    "ReadOutcome",
     "VerifyReport",
     "WriteOutcome",
 ]
@@ -180,13 +184,27 @@ class DiskStore:
                     return
         raise PageCorrupt(f"disk store: page {page.key.hex()}: {flaw}")
 
-    def write(self, batch: Sequence[tuple[PageRecord, Bytes]]) -> list[WriteOutcome]:
+    def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
+        """Reads each page into its row, as `read_into` does; a bad page is an outcome."""
+        outcomes = []
+        for record, row in wanted:
+            try:
+                self.read_into(record, row)
+                outcomes.append(ReadOutcome.READ)
+            except KeyError:
+                outcomes.append(ReadOutcome.MISSING)
+            except PageCorrupt:
+                outcomes.append(ReadOutcome.CORRUPT)
+        return outcomes
+
+    def write(self, batch: Pages) -> list[WriteOutcome]:
         """Stores pages, parents before children, and says for each what became of it.
 
         Payloads are uint8 [page_bytes], contiguous, left unchanged meanwhile; 8–16 MiB make a good
         batch. A page that is there already is left alone; one whose parent is neither stored nor
-        before it is NO_PARENT. Pages beyond `capacity_pages` are FULL; where the file system or the
-        map has no room, all new pages of the batch are. What was stored earlier is untouched.
+        before it is NO_PARENT. Pages beyond `capacity_pages` are FULL; where the map has no room,
+        all new pages of the batch are, and where the file system has none, all are NO_SPACE. What
+        was stored earlier is untouched.
 
         Raises ValueError for a page of the wrong shape or of a generation that has not begun, and
         TierUnavailable where the medium fails; then no new page of the batch exists.
@@ -196,9 +214,13 @@ class DiskStore:
             current = [page for page in pages if page[0].record.generation == self.generation]
             new = self._absent(current)
             headless = self._headless(new)
-            fitting = self._fitting([page for key, page in new.items() if key not in headless])
-            stored = {entry.record.key for entry, _ in fitting} if self._store(fitting) else set()
-            return [self._outcome(entry, headless, new.keys() - stored) for entry, _ in pages]
+            wanted = [page for key, page in new.items() if key not in headless]
+            fitting = self._fitting(wanted)
+            outcome = self._store(fitting)
+            refused = dict.fromkeys((entry.record.key for entry, _ in wanted), WriteOutcome.FULL)
+            refused |= dict.fromkeys((entry.record.key for entry, _ in fitting), outcome)
+            refused |= dict.fromkeys(headless, WriteOutcome.NO_PARENT)
+            return [self._outcome(entry, refused) for entry, _ in pages]
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Forgets pages, then frees their room. Unknown keys are ignored."""
@@ -249,6 +271,21 @@ class DiskStore:
                 gone += 1
         return VerifyReport(good, gone, tuple(corrupt))
 
+    def probe(self) -> None:
+        """Writes and reads a little, at every durability on the medium.
+
+        Raises TierLost where the folder holds other files, or shorter ones, than those that are
+        open; TierUnavailable or TierFull where there could be no write.
+        """
+        with self._gate, self._turn:
+            if flaw := self._folder.replaced() or self._maps.shortened(self._folder):
+                raise TierLost(f"disk store: {flaw}")
+            self._maps.put_meta(self._meta)
+            if self._maps.meta() != self._meta:
+                raise TierLost("disk store: what was written is not what is read")
+            if not self._may_grow_by(1):
+                raise TierFull(f"disk store: {self.path} has less free space than its floor")
+
     def close(self) -> None:
         """Waits for callers inside, syncs, marks the store clean and frees the folder.
 
@@ -285,12 +322,10 @@ class DiskStore:
             raise ValueError(f"page {record.key.hex()}: {flaw}")
         return Entry(record, len(payload), checksum_of(record.key, payload))
 
-    def _outcome(self, entry: Entry, headless: set[bytes], refused: set[bytes]) -> WriteOutcome:
+    def _outcome(self, entry: Entry, new: Mapping[bytes, WriteOutcome]) -> WriteOutcome:
         if entry.record.generation != self.generation:
             return WriteOutcome.OLD_GENERATION
-        if entry.record.key in headless:
-            return WriteOutcome.NO_PARENT
-        return WriteOutcome.FULL if entry.record.key in refused else WriteOutcome.WRITTEN
+        return new.get(entry.record.key, WriteOutcome.WRITTEN)
 
     # From here on the caller is inside the gate and has its turn.
 
@@ -333,8 +368,7 @@ class DiskStore:
         lacking = self._maps.count() + len(pages) - self.capacity_pages
         if lacking > 0 and self._may_hold_old_generations:
             lacking -= self._drop_old_generations(max(lacking, CHUNK_PAGES))
-        fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
-        return fitting if self._may_grow_by(len(fitting)) else []
+        return pages[: max(len(pages) - max(lacking, 0), 0)]
 
     def _may_grow_by(self, pages: int) -> bool:
         """Whether the file system keeps its floor with this many pages more."""
@@ -342,8 +376,12 @@ class DiskStore:
         growth_bytes = wanted_bytes - self._folder.data_bytes(PAGES)
         return growth_bytes <= 0 or self._folder.free_bytes() - growth_bytes >= self._floor_bytes
 
-    def _store(self, pages: list[tuple[Entry, Bytes]]) -> bool:
-        """Commits payloads, then entries. False, with nothing stored, where there is no room."""
+    def _store(self, pages: list[tuple[Entry, Bytes]]) -> WriteOutcome:
+        """Commits payloads, then entries. WRITTEN, or why nothing was stored."""
+        if not pages:
+            return WriteOutcome.WRITTEN
+        if not self._may_grow_by(len(pages)):
+            return WriteOutcome.NO_SPACE
         keys = {entry.record.key for entry, _ in pages}
         self._orphans |= keys
         try:
@@ -352,11 +390,11 @@ class DiskStore:
         except TierError as error:
             with contextlib.suppress(TierError):
                 self._delete_orphans()
-            if isinstance(error, TierFull):
-                return False
-            raise
+            if not isinstance(error, TierFull):
+                raise
+            return WriteOutcome.NO_SPACE if is_no_space(error) else WriteOutcome.FULL
         self._orphans -= keys
-        return True
+        return WriteOutcome.WRITTEN
 
     def _delete(self, keys: list[bytes]) -> None:
         self._maps.delete_entries(keys)

@@ -22,6 +22,17 @@ class Durability(StrEnum):
     """Nothing is waited for. After an unclean stop every page is checked; what fails is lost."""
 
 
+class ReadOutcome(Enum):
+    """What became of one page of a read."""
+
+    READ = "read"
+    """Copied out whole and verified."""
+    MISSING = "missing"
+    """No such page, or only one of an older generation."""
+    CORRUPT = "corrupt"
+    """Length, identity or checksum is wrong; what was copied out is worthless."""
+
+
 class WriteOutcome(Enum):
     """What became of one page of a batch."""
 
@@ -29,6 +40,8 @@ class WriteOutcome(Enum):
     """The page exists; it may have been there already."""
     FULL = "full"
     """No room; nothing of this page was stored."""
+    NO_SPACE = "no_space"
+    """The file system has no room, or less than its floor; nothing of this page was stored."""
     OLD_GENERATION = "old_generation"
     """The page belongs to a generation that was flushed; nothing of it was stored."""
     NO_PARENT = "no_parent"
@@ -44,6 +57,11 @@ class VerifyReport:
     """Deleted by others while the walk was on its way."""
     corrupt_keys: tuple[bytes, ...]
     """Pages whose length, identity or checksum is wrong."""
+
+
+def is_no_space(error: BaseException) -> bool:
+    """Whether it was the file system that had no room, and not the map."""
+    return "No space left" in str(error) or "Disk quota" in str(error)
 
 
 def chunks(keys: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -42,6 +42,7 @@ def bring_up(
     try:
         unsynced = durability is Durability.FAST and not folder.was_clean
         _reconcile(maps, check_payloads=unsynced)
+        folder.remember_files()
     except BaseException:
         maps.close()
         raise
