@@ -12,8 +12,8 @@ from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.restore import restore
 from tiercache.testing.transfers import ManualTransfers
-from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.memory import ArrayPool
+from tiercache.tiers.store import PageStore, StoreHealth
 from tiercache.transfer import Carrier, MemoryPool
 from tiercache.types import Bytes, PageLayout, SlotState, Tier, Tokens
 
@@ -35,7 +35,8 @@ class CacheRig:
         capacity_pages: Mapping[Tier, int],
         *,
         page_tokens: int = 4,
-        store: DiskStore | None = None,
+        store: PageStore | None = None,
+        disk_health: StoreHealth | None = None,
         move_pages: int = 4,
     ) -> None:
         self.layout = PageLayout(1, 1, 8, page_tokens, "bfloat16")
@@ -58,6 +59,7 @@ class CacheRig:
             ),
             self.transfers,
             store=store,
+            disk_health=disk_health,
             clock=self.clock,
         )
         if store is not None:
@@ -74,7 +76,11 @@ class CacheRig:
 
     def acquire(self, tokens: Tokens, namespace: bytes = b"n" * 32) -> Lease:
         """A lease on `tokens` whose prefix has arrived."""
-        lease = self.cache.acquire(namespace, tokens)
+        for _ in range(20):
+            lease = self.cache.acquire(namespace, tokens)
+            if lease is not Room.SOON:
+                break
+            self.settle()
         assert not isinstance(lease, Room), f"no room: {lease}"
         self.settle()
         assert self.cache.fetch_state(lease) is Fetch.READY
