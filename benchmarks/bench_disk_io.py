@@ -1,6 +1,6 @@
 """The disk store on threads of the server against the store in a process of its own.
 
-    python -m benchmarks.bench_disk_io [--folder DIR] [--seconds 4]
+    python -m benchmarks.bench_disk_io [--folder DIR] [--rounds 7]
 
 Moves of 12 MiB go through the very transfers a server uses, two at a time: DISK → HOST → DEVICE
 from the page cache, or HOST → DISK with as much given up as is written. Measured are
@@ -10,6 +10,8 @@ from the page cache, or HOST → DISK with as much given up as is written. Measu
   the interpreter and half in numpy, as the engine's does: its median and p99, with the disk tier at
   rest and with it as busy as it can be, and the bytes moved meanwhile;
 - the same at a limited rate, with pauses between moves.
+
+The runs alternate, so that a machine that changes its pace changes it for all.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +33,7 @@ from benchmarks.bench_disk import BATCH_BYTES, page_rows, records
 from benchmarks.common import machine, percentile, save
 from tiercache.tiers.disk import DiskStore, PageRecord
 from tiercache.tiers.disk_client import StoreProcess
-from tiercache.tiers.disk_wire import StoreSettings
+from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.memory import ArrayPool, HostPool
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, Erase, Hop, Move, PageOutcome, ThreadedTransfers
@@ -40,6 +43,17 @@ PAGE_BYTES, PAGE_TOKENS = 368_640, 16
 PAGES_PER_MOVE = BATCH_BYTES // PAGE_BYTES
 STORE_BYTES = 640 << 20
 OPEN_MOVES = 2
+KINDS = ("threads", "process")
+RUNS: tuple[tuple[str, int | None], ...] = (
+    ("reads", None),
+    ("reads", 0),
+    ("reads", 100),
+    ("writes", None),
+    ("writes", 0),
+    ("writes", 100),
+    ("writes", 50),
+)
+"""What is moved, and at most how fast in MB/s: 0 flat out, None without anybody beside it."""
 POOL_MOVES = 12
 """Moves that HOST and DEVICE have room for: together more than any processor keeps near."""
 
@@ -96,14 +110,13 @@ def bench(folder: Path, kind: str) -> Iterator[Bench]:
     host = HostPool(POOL_MOVES * PAGES_PER_MOVE, PAGE_BYTES)
     host.rows[:] = page_rows(len(host.rows), PAGE_BYTES)
     device = ArrayPool(page_rows(len(host.rows), PAGE_BYTES))
-    settings = StoreSettings(
-        folder / kind, STORE_BYTES, PAGE_BYTES, PAGE_TOKENS, free_space_floor_bytes=0
-    )
+    path = folder / kind
+    asked = Opening(STORE_BYTES, PAGE_BYTES, PAGE_TOKENS, free_space_floor_bytes=0)
     store: PageStore
     if kind == "threads":
-        store = DiskStore.open(settings.path, **settings.arguments())
+        store = DiskStore.open_as(path, asked)
     else:
-        store = StoreProcess(settings, host, lanes=4, staging_pages=PAGES_PER_MOVE)
+        store = StoreProcess(path, asked, host, lanes=4, staging_pages=PAGES_PER_MOVE)
     transfers = ThreadedTransfers(
         Carrier({Tier.HOST: host, Tier.DEVICE: device}, store), reader_threads=2
     )
@@ -135,8 +148,13 @@ _NUMBERS = np.random.default_rng(1).standard_normal(1 << 18, np.float32)
 _RESULT = np.empty_like(_NUMBERS)
 
 
-def run(
-    one: Bench | None, submit: Callable[[], None], seconds: float, *, pause: float, works: bool
+def _run(
+    one: Bench | None,
+    submit: Callable[[], None] | None,
+    seconds: float,
+    *,
+    pause: float = 0.0,
+    works: bool,
 ) -> dict[str, float]:
     """Keeps moves in flight for `seconds`, doing steps meanwhile if `works`."""
     steps: list[float] = []
@@ -144,7 +162,7 @@ def run(
     started = time.perf_counter()
     next_move = started
     while (now := time.perf_counter()) - started < seconds:
-        if one is not None:
+        if one is not None and submit is not None:
             ended = one.finished_moves()
             in_flight, moved = in_flight - ended, moved + ended
             while in_flight < OPEN_MOVES and now >= next_move:
@@ -169,35 +187,38 @@ def run(
     return result
 
 
-def measure(folder: Path, seconds: float) -> dict[str, dict[str, float]]:
-    """All runs, by name."""
-    result: dict[str, dict[str, float]] = {}
-
-    def note(name: str, values: dict[str, float]) -> None:
-        result[name] = {key: round(value, 3) for key, value in values.items()}
-        print(f"{name:34}", "  ".join(f"{k} {v:,.2f}" for k, v in values.items()), flush=True)
-
-    for kind in ("threads", "process"):
-        with bench(folder, kind) as one:
-            note(f"{kind}, at rest", run(None, one.read, seconds, pause=0, works=True))
-            for what, submit in (("reads", one.read), ("writes", one.write)):
-                note(f"{kind}, {what} alone", run(one, submit, seconds, pause=0, works=False))
-                note(f"{kind}, {what} at full rate", run(one, submit, seconds, pause=0, works=True))
-                for rate in (100, 50, 25):
-                    pause = PAGES_PER_MOVE * PAGE_BYTES / rate / 1e6
-                    values = run(one, submit, seconds, pause=pause, works=True)
-                    note(f"{kind}, {what} at {rate} MB/s", values)
-    return result
+def measure(folder: Path, rounds: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Medians over rounds, by name of the run. In each round every run has `seconds`, in turn."""
+    seen: dict[str, list[dict[str, float]]] = {}
+    with contextlib.ExitStack() as stack:
+        benches = {kind: stack.enter_context(bench(folder, kind)) for kind in KINDS}
+        for number in range(rounds):
+            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+            seen.setdefault("at rest", []).append(_run(None, None, seconds, works=True))
+            for what, rate in RUNS:
+                for kind, one in benches.items():
+                    submit = one.read if what == "reads" else one.write
+                    pause = PAGES_PER_MOVE * PAGE_BYTES / rate / 1e6 if rate else 0.0
+                    values = _run(one, submit, seconds, pause=pause, works=rate is not None)
+                    pace = "alone" if rate is None else f"at {rate} MB/s" if rate else "flat out"
+                    seen.setdefault(f"{what} {pace}, {kind}", []).append(values)
+    return {
+        name: {key: round(statistics.median(v[key] for v in values), 3) for key in values[0]}
+        for name, values in seen.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, help="where to write; a disk, not a tmpfs")
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     measured_on: dict[str, Any] = machine()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        runs = measure(Path(folder), options.seconds)
+        runs = measure(Path(folder), options.rounds, options.seconds)
+    for name, values in runs.items():
+        print(f"{name:28}", "  ".join(f"{key} {value:,.2f}" for key, value in values.items()))
     print(save("disk_io", measured_on, {"page_bytes": PAGE_BYTES, "runs": runs}))
 
 

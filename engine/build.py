@@ -23,8 +23,8 @@ from tiercache.restore import remember, restore
 from tiercache.sizes import format_size
 from tiercache.tiers.disk import DiskStore, Durability
 from tiercache.tiers.disk_client import StoreProcess
+from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
-from tiercache.tiers.disk_wire import StoreSettings
 from tiercache.tiers.memory import ArrayPool, HostPool
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers
@@ -199,20 +199,23 @@ def _open_store(config: Config, layout: PageLayout, host: HostPool | None) -> Gu
     disk = config.tiers.disk
     if not disk.capacity or not config.cache.enabled:
         return None
-    settings = StoreSettings(
-        path=disk.path.absolute(),
+    path = disk.path.absolute()
+    asked = Opening(
         capacity_bytes=disk.capacity,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
         durability=Durability(disk.durability),
         free_space_floor_bytes=disk.free_space_floor,
+        codec=disk.codec,
+        layout=layout,
     )
 
     def open_store() -> PageStore:
         if disk.io == "threads":
-            return DiskStore.open(settings.path, **settings.arguments())
+            return DiskStore.open_as(path, asked)
         return StoreProcess(
-            settings,
+            path,
+            asked,
             host,
             lanes=disk.reader_threads + _OTHER_LANES,
             staging_pages=max(1, MOVE_BYTES // layout.page_bytes),

@@ -35,7 +35,7 @@ from tiercache.policies import POLICIES
 from tiercache.room import RoomMaker
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
-from tiercache.transfer import Transfers, batches
+from tiercache.transfer import PageOutcome, Transfers, batches
 from tiercache.tree import Match, Tree
 from tiercache.types import NO_PAGE, MissReason, PageIds, PageLayout, Slots, SlotState, Tier, Tokens
 from tiercache.writes import WriteQueue
@@ -324,6 +324,10 @@ class TierCache:
             queue = self.writes.get(one.move.target)
             if queue is not None and one.move.source < one.move.target:
                 queue.settle(one)
+                # Pages of many sizes fill DISK by bytes before they fill it by slots.
+                refused_pages = one.outcomes.count(PageOutcome.NO_ROOM)
+                if refused_pages and self.room.evict(one.move.target, refused_pages):
+                    queue.forgive()
             for page in one.failed.tolist():
                 self.forget_if_gone(page)
         if settled:

@@ -221,6 +221,11 @@ class DiskTierConfig(_TierConfig):
         default=Path("tiercache-data"),
         description="Folder of the store; a relative one is under the working directory.",
     )
+    codec: Literal["raw", "lossless", "int8", "auto"] = Field(
+        default="raw",
+        description="How pages are stored: raw; lossless and smaller; int8, half the size and lossy"
+        "; or auto: raw or lossless, by how fast the disk is when the store is made.",
+    )
     durability: Literal["strict", "relaxed", "fast"] = Field(
         default="relaxed",
         description="strict syncs every write, relaxed all but metadata, fast leaves it to the OS.",

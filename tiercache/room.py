@@ -72,6 +72,12 @@ class RoomMaker:
         if used > int(high_watermark * capacity):
             self._evict_until(tier, used - int(low_watermark * capacity))
 
+    def evict(self, tier: Tier, pages: int) -> bool:
+        """Evicts up to `pages` pages of a tier that is fuller than its slots say; True if any."""
+        before = self._catalog.unpinned_ready(tier).size
+        self._evict_until(tier, pages)
+        return self._catalog.unpinned_ready(tier).size < before
+
     def _evict_until(self, tier: Tier, pages: int) -> None:
         """Evicts up to `pages` pages; pages that had to be demoted first count when they go."""
         left = pages

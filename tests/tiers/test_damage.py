@@ -92,7 +92,7 @@ def test_whatever_is_not_a_whole_page_with_a_head_is_dropped_when_the_store_is_o
     with opened(path) as store:
         store_pages(store, sound + headless + hollow + odd)
     change_raw(path, "index", lambda txn, db: txn.delete(headless[0].key, db=db))
-    change_raw(path, "index", lambda txn, db: txn.put(odd[0].key, bytes(101), db=db))
+    change_raw(path, "index", lambda txn, db: txn.put(odd[0].key, bytes(102), db=db))
     change_raw(path, "pages", lambda txn, _: txn.delete(hollow[1].key))
     change_raw(path, "pages", lambda txn, _: txn.put(b"an orphan's key!", b"x"))
 

@@ -34,8 +34,8 @@ from tiercache.testing.disk_pages import (
 from tiercache.testing.rig import CacheRig
 from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_client import StoreProcess
+from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
-from tiercache.tiers.disk_wire import StoreSettings
 from tiercache.tiers.memory import HostPool
 from tiercache.types import Tier, Tokens
 
@@ -50,7 +50,7 @@ def in_process(path: Path, host: HostPool | None = None, **changes: Any) -> Stor
         "page_tokens": PAGE_TOKENS,
         "free_space_floor_bytes": 0,
     }
-    return StoreProcess(StoreSettings(path, **(wanted | changes)), host, lanes=3, staging_pages=40)
+    return StoreProcess(path, Opening(**(wanted | changes)), host, lanes=3, staging_pages=40)
 
 
 @pytest.fixture

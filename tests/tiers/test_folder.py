@@ -82,12 +82,17 @@ def test_a_store_of_another_page_size_is_refused_and_left_as_it_was(
         assert_holds(store, chain(2))
 
 
-def test_a_store_of_a_newer_format_is_refused(path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_store_of_another_format_is_refused_and_left_as_it_was(path: Path, version: int) -> None:
     opened(path).close()
-    newer = (2).to_bytes(4, "little") + b"fields nobody knows yet"
+    other = version.to_bytes(4, "little") + b"fields nobody knows here"
     with lmdb.open(str(path / "index"), max_dbs=2, lib_version=0) as env:
         meta = env.open_db(b"meta")
         with env.begin(write=True) as txn:
-            txn.put(b"store", newer, db=meta)
-    with pytest.raises(ConfigError, match=r"tiers\.disk\.path: .* is in format 2 .* up to 1"):
+            txn.put(b"store", other, db=meta)
+    with pytest.raises(ConfigError, match=rf"tiers\.disk\.path: .* is in format {version} .*clear"):
         opened(path)
+    with lmdb.open(str(path / "index"), max_dbs=2, lib_version=0) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(db=meta) as txn:
+            assert txn.get(b"store") == other

@@ -17,12 +17,13 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tiercache.errors import TierLost, TierUnavailable
-from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
+from tiercache.tiers.disk_facts import Opening, ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.disk_wire import (
     HOST,
@@ -30,7 +31,6 @@ from tiercache.tiers.disk_wire import (
     Place,
     SharedRange,
     StoreFacts,
-    StoreSettings,
 )
 from tiercache.tiers.memory import HostPool
 from tiercache.tiers.store import Pages
@@ -57,7 +57,7 @@ class StoreProcess:
     """A PageStore in a process of its own. Any thread."""
 
     def __init__(
-        self, settings: StoreSettings, host: HostPool | None, *, lanes: int, staging_pages: int
+        self, path: Path, asked: Opening, host: HostPool | None, *, lanes: int, staging_pages: int
     ) -> None:
         """Starts the process and waits until the store is open; raises what `DiskStore.open` does.
 
@@ -65,7 +65,7 @@ class StoreProcess:
         `host`.
         """
         self._control_lock = threading.Lock()
-        self._staging = HostPool(lanes * staging_pages, settings.page_bytes)
+        self._staging = HostPool(lanes * staging_pages, asked.page_bytes)
         self._host = SharedRange(host.rows) if host is not None else None
         staging = self._staging.descriptor
         descriptors = (host.descriptor if host is not None else staging, staging)
@@ -74,9 +74,9 @@ class StoreProcess:
         for number, connection in enumerate(self._connections):
             first = number * staging_pages
             rows = self._staging.rows[first : first + staging_pages]
-            self._lanes.put(_Lane(connection, rows, first * settings.page_bytes))
+            self._lanes.put(_Lane(connection, rows, first * asked.page_bytes))
         try:
-            facts: StoreFacts = self._ask(self._control, settings, descriptors)
+            facts: StoreFacts = self._ask(self._control, (path, asked), descriptors)
         except BaseException:
             self._process.kill()
             self._end()

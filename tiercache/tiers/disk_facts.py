@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from itertools import islice
 
+from tiercache.types import PageLayout
+
 CHUNK_PAGES = 1024
 """Keys changed in one transaction where there may be any number."""
+
+
+FREE_SPACE_FLOOR_BYTES = 1 << 30
 
 
 class Durability(StrEnum):
@@ -20,6 +25,19 @@ class Durability(StrEnum):
     """The last transactions may be undone; what is left is whole."""
     FAST = "fast"
     """Nothing is waited for. After an unclean stop every page is checked; what fails is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a store is asked to be; see `DiskStore.open`."""
+
+    capacity_bytes: int
+    page_bytes: int
+    page_tokens: int
+    durability: Durability = Durability.RELAXED
+    free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES
+    codec: str = "raw"
+    layout: PageLayout | None = None
 
 
 class ReadOutcome(Enum):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 from tiercache.errors import ConfigError, TierError, TierUnavailable
@@ -22,6 +23,7 @@ LOCK, PAGES, INDEX = "LOCK", "pages", "index"
 _ENVIRONMENTS = (PAGES, INDEX)
 _DATA, _READERS = "data.mdb", "lock.mdb"
 _STATE_BYTES = 64
+_RATE_PROBE, _RATE_PROBE_MIB = "rate-probe", 24
 _NOT_OURS_BUT_HARMLESS = {"lost+found"}
 
 
@@ -105,6 +107,19 @@ class StoreFolder:
 
     def _files(self) -> list[Path]:
         return [self.path / LOCK, *(self.path / name / _DATA for name in _ENVIRONMENTS)]
+
+    def measured_bytes_per_second(self) -> float:
+        """How fast the medium takes a write that is synced. Costs a fraction of a second."""
+        data = os.urandom(1 << 20)
+        scratch = self.path / _RATE_PROBE
+        with scratch.open("wb", buffering=0) as file:
+            started = time.perf_counter()
+            for _ in range(_RATE_PROBE_MIB):
+                file.write(data)
+            os.fdatasync(file.fileno())
+            seconds = time.perf_counter() - started
+        scratch.unlink()
+        return _RATE_PROBE_MIB * len(data) / seconds
 
     def quarantine(self) -> Path:
         """Moves both environments to a folder beside this one, and returns it.

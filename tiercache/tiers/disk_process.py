@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tiercache.errors import ConfigError
 from tiercache.tiers.disk import DiskStore
-from tiercache.tiers.disk_wire import Place, Region, StoreFacts, StoreSettings
+from tiercache.tiers.disk_facts import Opening
+from tiercache.tiers.disk_wire import Place, Region, StoreFacts
 
 _TAKE_OVER_SECONDS = 5.0
 """How long to wait for the process of a server that has just been killed to let go."""
@@ -82,10 +84,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control, *lanes = (Connection(int(fd)) for fd in sys.argv[1:])
-    settings, descriptors = control.recv()
+    (path, asked), descriptors = control.recv()
     regions = [Region(descriptor) for descriptor in descriptors]
     try:
-        store = _opened(settings)
+        store = _opened(path, asked)
     except Exception as error:  # told to who asked
         control.send((False, error))
         return
@@ -98,12 +100,12 @@ def main() -> None:
     os._exit(0)  # lanes still wait in their threads; there is nothing left to tidy
 
 
-def _opened(settings: StoreSettings) -> DiskStore:
+def _opened(path: Path, asked: Opening) -> DiskStore:
     """A server that was killed leaves its store's process a moment behind."""
     deadline = time.monotonic() + _TAKE_OVER_SECONDS
     while True:
         try:
-            return DiskStore.open(settings.path, **settings.arguments())
+            return DiskStore.open_as(path, asked)
         except ConfigError as error:
             if _IN_USE not in str(error) or time.monotonic() > deadline:
                 raise

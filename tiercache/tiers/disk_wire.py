@@ -12,33 +12,15 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from tiercache.tiers.disk_facts import Durability
 from tiercache.types import Bytes
 
 HOST, STAGING = 0, 1
 
 Place = tuple[int, int]
 """A row: region, and offset in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """How a store is opened; the arguments of `DiskStore.open`."""
-
-    path: Path
-    capacity_bytes: int
-    page_bytes: int
-    page_tokens: int
-    durability: Durability = Durability.RELAXED
-    free_space_floor_bytes: int = 1 << 30
-
-    def arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "path"}
 
 
 @dataclass(frozen=True, slots=True)
