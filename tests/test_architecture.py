@@ -15,7 +15,7 @@ LAYERS = [
     {"types", "errors", "clock", "config", "config_problems", "sizes", "keys", "metrics"},
     {"tree", "columns", "catalog", "policies", "eviction", "lease", "books", "pending", "gate"},
     {"tiers", "codecs", "transfer"},
-    {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch"},
+    {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch", "disk_return"},
     {"testing", "simulation", "replay"},
 ]
 """Parts of `tiercache`, lowest first: a part imports its own layer and those below."""

@@ -198,6 +198,9 @@ def _tier_snapshot(cache: TierCache, tier: Tier) -> TierSnapshot:
     columns = cache.catalog.tiers[tier]
     page_bytes = cache.settings.layout.page_bytes
     reason = cache.moves.trouble.get(tier, "")
+    if tier is Tier.DISK:
+        health = cache.disk_health
+        reason = health.reads_trouble or health.writes_trouble or reason
     if tier is Tier.DISK and cache.disk_detached:
         reason = "detached: the last flush could not be recorded on disk; restart to use it again"
     return TierSnapshot(

@@ -11,6 +11,7 @@ that every record's parent is on DISK (I10). One thread writes, in the order of 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -25,8 +26,11 @@ from tiercache.types import NO_PAGE, PageIds, SlotState, Tier
 
 _REASONS = {
     PageOutcome.NO_ROOM: DropReason.NO_ROOM,
+    PageOutcome.NO_SPACE: DropReason.NO_SPACE,
     PageOutcome.OLD_GENERATION: DropReason.OLD_GENERATION,
+    PageOutcome.OFFLINE: DropReason.OFFLINE,
 }
+_MAY_COME_AGAIN = {PageOutcome.OFFLINE, PageOutcome.NO_SPACE}
 
 
 class WriteQueue:
@@ -42,7 +46,10 @@ class WriteQueue:
         *,
         pages_per_move: int,
         open_moves: int,
+        is_offline: Callable[[], bool] = lambda: False,
     ) -> None:
+        """While `is_offline` nothing is written here: what asks to be is dropped, and counted."""
+        self._is_offline = is_offline
         self.tier = tier
         self._catalog = catalog
         self._tree = tree
@@ -71,11 +78,17 @@ class WriteQueue:
             if page not in self._refused:
                 self._wanted.setdefault(page, False)
 
+    def forgive(self) -> None:
+        """Pages that could not be written may be asked for again."""
+        self._refused.clear()
+
     def demote(self, page: int, room: RoomMaker) -> bool:
         """Writes one page before all others, since it has to leave a faster tier.
 
         False when this tier refuses it: the page will not come here, ask the next tier.
         """
+        if self._is_offline():
+            return False
         if page not in self._refused and not self._is_coming(page):
             if not self._wanted.setdefault(page, False):
                 self._wanted.move_to_end(page, last=False)
@@ -95,6 +108,9 @@ class WriteQueue:
     def pump(self, room: RoomMaker) -> bool:
         """Starts what can be started now. True when a move was begun."""
         begun = False
+        if self._wanted and self._is_offline():
+            self._counters.dropped_writes[DropReason.OFFLINE] += len(self._wanted)
+            self._wanted.clear()
         while self._wanted and self._in_flight < self._open_moves:
             pages = self._next_pages()
             if not pages.size:
@@ -108,7 +124,9 @@ class WriteQueue:
         """A move to this tier has ended; what it could not write is not tried again."""
         self._in_flight -= 1
         for page, outcome in zip(settled.move.pages, settled.outcomes, strict=True):
-            if outcome is not PageOutcome.DONE:
+            if outcome in _MAY_COME_AGAIN and self._is_offline():
+                self._counters.dropped_writes[_REASONS[outcome]] += 1
+            elif outcome is not PageOutcome.DONE:
                 self._refuse(int(page), _REASONS.get(outcome, DropReason.FAILED))
 
     def _refuse(self, page: int, reason: DropReason) -> None:

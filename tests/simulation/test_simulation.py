@@ -63,7 +63,7 @@ def test_the_model_notices_a_page_that_is_gone_without_being_reported() -> None:
             cache.catalog.drop(Tier.DEVICE, np.array([page], np.int32))
             cache.forget_if_gone(int(page))
 
-    with pytest.raises(OracleError, match="READY on|by the model"):
+    with pytest.raises(OracleError, match=r"READY on|by the model"):
         steps_with(drop_one)
 
 
