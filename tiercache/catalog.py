@@ -79,7 +79,7 @@ class TierColumns:
 
 def _grown(column: np.ndarray, rows: int, fill: int) -> np.ndarray:
     grown = np.full((rows, *column.shape[1:]), fill, column.dtype)
-    grown[: column.size] = column
+    grown[: len(column)] = column
     return grown
 
 
