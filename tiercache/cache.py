@@ -30,8 +30,9 @@ from tiercache.keys import page_key, root_key
 from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
 from tiercache.moves import MoveBook
+from tiercache.names import chain_names, root_name
 from tiercache.pending import PendingPrefixes
-from tiercache.policies import POLICIES
+from tiercache.policies import PolicySettings, make_policy
 from tiercache.room import RoomMaker
 from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_format import PageRecord
@@ -51,6 +52,11 @@ class TierLimits:
     low_watermark: float = 0.95
     policy: str = "lru"
 
+    @property
+    def kept_pages(self) -> int:
+        """Pages the tier holds when it is full to its high watermark."""
+        return max(1, int(self.high_watermark * self.capacity_pages))
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
@@ -61,6 +67,7 @@ class CacheSettings:
     enabled: bool = True
     move_bytes: int = 12 << 20
     open_writes: int = 4
+    ghost_pages: int = 200_000
 
     @property
     def pages_per_move(self) -> int:
@@ -102,7 +109,10 @@ class TierCache:
         )
         self.queues = {
             tier: VictimQueue(
-                self.catalog, tier, POLICIES[limits.policy](), spare_first=tier is Tier.HOST
+                self.catalog,
+                tier,
+                make_policy(limits.policy, PolicySettings(limits.kept_pages, settings.ghost_pages)),
+                spare_first=tier is Tier.HOST,
             )
             for tier, limits in settings.tiers.items()
         }
@@ -256,10 +266,11 @@ class TierCache:
             parent = lease.pages[match.pages.size - 1] if match.pages.size else NO_PAGE
             self.tree.extend(match, tokens[match.pages.size * self.page_tokens :], added)
             self.catalog.attach(added, parent, int(match.pages.size))
+            self.enter(lease.namespace, lease.generation, added)
             self.catalog.pin(added)
             self.catalog.commit(Tier.DEVICE, added)
         lease.inserted_pages = upto
-        self._touch(lease.path)
+        self._touch(lease.path, fresh_from=first)
         self._want_writes(lease.page_range(first, upto))
         self.pending.advance(lease)
         return int(added.size)
@@ -375,6 +386,21 @@ class TierCache:
             self._forget(page)
             page = parent
 
+    def enter(self, namespace: bytes, generation: int, pages: PageIds) -> None:
+        """Tells the policies of a run of pages new in the tree, before their first touch."""
+        if any(queue.policy.remembers for queue in self.queues.values()):
+            parent = int(self.catalog.parent[pages[0]])
+            above = (
+                root_name(namespace, generation)
+                if parent == NO_PAGE
+                else int(self.catalog.name[parent])
+            )
+            tokens = self.tree.run_tokens(pages)
+            self.catalog.name[pages] = chain_names(above, tokens, self.page_tokens)
+        names = self.catalog.name[pages]
+        for queue in self.queues.values():
+            queue.policy.enter(pages, names)
+
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
         return tuple(self._record(page) for page in pages.tolist())
@@ -461,9 +487,9 @@ class TierCache:
         lease.pages[index] = stored
         self.counters.adopted_pages += 1
 
-    def _touch(self, path: PageIds) -> None:
+    def _touch(self, path: PageIds, fresh_from: int = 0) -> None:
         for queue in self.queues.values():
-            queue.touch(path)
+            queue.touch(path, fresh_from)
         self.catalog.last_use_seconds[path] = self.clock.epoch_seconds()
 
     def _want_writes(self, pages: PageIds) -> None:
@@ -489,6 +515,8 @@ class TierCache:
         self.tree.remove_last(page)
         self.catalog.forget(page)
         self.moves.holes.discard(page)
+        for victims in self.queues.values():
+            victims.policy.forget(page)
         for queue in self.writes.values():
             queue.forget(page)
 

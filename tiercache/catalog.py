@@ -97,6 +97,7 @@ class Catalog:
         self.last_use_seconds = np.zeros(rows, np.float64)
         self.parent = np.full(rows, NO_PAGE, np.int32)
         self.key = np.zeros((rows, KEY_BYTES), np.uint8)
+        self.name = np.zeros(rows, np.uint64)
         self.live = np.zeros(rows, np.bool_)
         self._free_rows = list(range(rows - 1, -1, -1))
         self.on_evictable: EvictableHook = lambda tier, pages: None
@@ -118,6 +119,7 @@ class Catalog:
         self.last_use_seconds[pages] = 0
         self.parent[pages] = NO_PAGE
         self.key[pages] = 0
+        self.name[pages] = 0
         return pages
 
     def forget(self, page: int) -> None:
@@ -274,6 +276,7 @@ class Catalog:
         self.last_use_seconds = _grown(self.last_use_seconds, rows, 0)
         self.key = _grown(self.key, rows, 0)
         self.parent = _grown(self.parent, rows, NO_PAGE)
+        self.name = _grown(self.name, rows, 0)
         self.live = _grown(self.live, rows, 0)
         for columns in self.tiers.values():
             columns.grow(rows)

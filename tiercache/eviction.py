@@ -46,10 +46,11 @@ class VictimQueue:
         self._heap: list[tuple[Key, int]] = []
         self._cutoff: Key | None = None
         self._hints: list[int] = []
+        self._epoch = policy.epoch
 
-    def touch(self, path: PageIds) -> None:
-        """Records an access to a whole path, resident here or not."""
-        self._columns.score[path] = self.policy.touch(path)
+    def touch(self, path: PageIds, fresh_from: int = 0) -> None:
+        """Records an access to a whole path, resident here or not; see `Policy.touch`."""
+        self._columns.score[path] = self.policy.touch(path, fresh_from)
 
     def hint(self, pages: PageIds) -> None:
         """Pages that may have become evictable."""
@@ -64,7 +65,7 @@ class VictimQueue:
         rescanned = False
         while True:
             self._take_hints()
-            while self._heap:
+            while self._heap and self._epoch == self.policy.epoch:
                 key, page = heapq.heappop(self._heap)
                 if not self._catalog.is_evictable(self._tier, page):
                     continue
@@ -73,12 +74,25 @@ class VictimQueue:
                     if self._cutoff is not None and current <= self._cutoff:
                         heapq.heappush(self._heap, (current, page))
                     continue
+                if self._has_second_chance(page):
+                    rescanned = False
+                    continue
                 yield page
                 self._take_hints()
                 rescanned = False
             if rescanned or not self._scan():
                 return
             rescanned = True
+
+    def _has_second_chance(self, page: int) -> bool:
+        """Whether the policy keeps the page for another turn, further back in the queue."""
+        score = self.policy.second_chance(page)
+        if score is None:
+            return False
+        self._columns.score[page] = score
+        self._hints.append(page)
+        self._take_hints()
+        return True
 
     def _key(self, page: int) -> Key:
         spare = self._spare_first and self._is_spare(page)
@@ -107,9 +121,13 @@ class VictimQueue:
     def _scan(self) -> bool:
         """Fills the queue from the tier's slots; False when nothing is evictable."""
         self._reset()
+        self._epoch = self.policy.epoch
         pages = self._catalog.evictable(self._tier)
         if not pages.size:
             return False
+        scores = self.policy.reconsider(pages)
+        if scores is not None:
+            self._columns.score[pages] = scores
         keys = self._rough_keys(pages)
         if pages.size > SCAN_KEEPS:
             threshold = np.partition(keys, SCAN_KEEPS - 1)[SCAN_KEEPS - 1]
