@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,6 +32,7 @@ from pydantic import (
 
 from tiercache.config_problems import HERE, explain_problems, load_yaml
 from tiercache.errors import ConfigError
+from tiercache.policy_names import known_policy
 from tiercache.sizes import GIB, KIB, MIB, format_size, parse_size
 
 _LARGEST_SIZE = 2**50
@@ -78,7 +80,7 @@ SizeOrAuto = Annotated[
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_parse_count_or_auto)]
 FolderPath = Annotated[Path, BeforeValidator(_parse_path)]
 Keys = Annotated[tuple[SecretStr, ...], Field(strict=False)]
-PolicyName = Literal["lru"]
+PolicyName = Annotated[str, AfterValidator(known_policy)]
 
 
 def is_loopback(host: str) -> bool:
