@@ -26,7 +26,7 @@ def account_prompt(
     """
     hits: Counter[Tier] = Counter()
     for tier in Tier:
-        tokens = int(np.count_nonzero(sources == tier)) * page_tokens
+        tokens = int(np.count_nonzero(sources == int(tier))) * page_tokens
         if tokens:
             hits[tier] = tokens
     used_pages = int(sources.size)

@@ -135,7 +135,7 @@ class TierCache:
             self.moves,
             self.counters,
             demote=self._demote,
-            forget=self.forget_if_gone,
+            forget=self._forget_gone,
         )
 
     # A request's life
@@ -171,18 +171,19 @@ class TierCache:
             books = Books(tokens.size, {}, {MissReason.DISABLED: int(tokens.size)})
             return self._open(namespace, tokens, np.empty(0, np.int32), books, caching=False)
         match = self.tree.match(namespace, self.generation, tokens)
-        path = self._usable(match, tokens, fetch)
+        path, sources = self._usable(match, tokens, fetch)
         if match is not None and because is None and self._ends_at_bad_copy(match, path):
             because = MissReason.CHECKSUM_FAILED
         books = account_prompt(
             tokens.size,
             self.page_tokens,
-            self.catalog.fastest_ready(path),
+            sources,
             match,
             because,
         )
         self.catalog.pin(path)
-        cold = path[~self.catalog.tiers[Tier.DEVICE].is_resident(path)]
+        absent = path[sources != int(Tier.DEVICE)]
+        cold = absent[~self.catalog.tiers[Tier.DEVICE].is_resident(absent)]
         need = tokens.size // self.page_tokens - path.size + cold.size + 1
         answer = self.room.make(Tier.DEVICE, int(need))
         if answer is not Room.NOW:
@@ -192,7 +193,7 @@ class TierCache:
         self._touch(path)
         self.catalog.hits[path] += 1
         self._promote(cold)
-        lease.awaited = path[~self.catalog.ready_on(Tier.DEVICE, path)]
+        lease.awaited = absent
         self._extend_own(lease, int(need - cold.size))
         if lease.matched_pages < lease.prompt_tokens // self.page_tokens:
             self.pending.lead(lease)
@@ -223,7 +224,7 @@ class TierCache:
         """Tokens for which the lease has pages, stored or reserved."""
         if not lease.caching:
             return 1 << 62
-        return len(lease.pages) * self.page_tokens
+        return lease.pages.size * self.page_tokens
 
     def slots(self, lease: Lease, first_page: int, stop_page: int) -> Slots:
         """DEVICE slots of the lease's pages `[first_page, stop_page)`, int32."""
@@ -238,7 +239,7 @@ class TierCache:
         Their bytes have to be in their DEVICE slots before `insert` is called.
         """
         first = lease.inserted_pages
-        stop = min(computed_tokens // self.page_tokens, len(lease.pages))
+        stop = min(computed_tokens // self.page_tokens, lease.pages.size)
         if not lease.caching or stop <= first or lease.generation != self.generation:
             return first, first
         return first, stop
@@ -263,7 +264,7 @@ class TierCache:
             self._adopt(lease, index, int(match.pages[index]))
         added = lease.page_range(int(match.pages.size), upto)
         if added.size:
-            parent = lease.pages[match.pages.size - 1] if match.pages.size else NO_PAGE
+            parent = int(lease.pages[match.pages.size - 1]) if match.pages.size else NO_PAGE
             self.tree.extend(match, tokens[match.pages.size * self.page_tokens :], added)
             self.catalog.attach(added, parent, int(match.pages.size))
             self.enter(lease.namespace, lease.generation, added)
@@ -401,6 +402,19 @@ class TierCache:
         for queue in self.queues.values():
             queue.policy.enter(pages, names)
 
+    def _forget_gone(self, pages: PageIds) -> None:
+        """The same for pages that have just lost their copies, children before parents."""
+        bare = pages[~self.catalog.has_copy(pages) & (self.catalog.pins[pages] == 0)]
+        removed = self.tree.remove_leaves(bare) if bare.size else bare
+        if not removed.size:
+            return
+        parents = np.unique(self.catalog.parent[removed])
+        self.catalog.forget_all(removed)
+        for page in removed.tolist():
+            self._forget_wishes(page)
+        for page in parents.tolist():
+            self.forget_if_gone(page)
+
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
         return tuple(self._record(page) for page in pages.tolist())
@@ -419,7 +433,7 @@ class TierCache:
             prompt_tokens=int(tokens.size),
             matched_pages=int(path.size),
             books=books,
-            pages=path.tolist(),
+            pages=path,
             inserted_pages=int(path.size),
             caching=caching,
         )
@@ -430,16 +444,23 @@ class TierCache:
         if lease.state is not LeaseState.OPEN:
             raise LeaseError(f"lease {lease.serial} was released already")
 
-    def _usable(self, match: Match | None, tokens: Tokens, fetch: bool) -> PageIds:
-        """The matched pages a request can use: no holes, and never the prompt's last token."""
+    def _usable(
+        self, match: Match | None, tokens: Tokens, fetch: bool
+    ) -> tuple[PageIds, np.ndarray]:
+        """The matched pages a request can use, and the value of each one's fastest READY tier.
+
+        No holes, and never the prompt's last token. Ids come as intp: numpy would otherwise
+        convert them for each of the dozen columns that acquire and release look at.
+        """
         if match is None:
-            return np.empty(0, np.int32)
-        pages = match.pages[: (tokens.size - 1) // self.page_tokens]
+            return np.empty(0, np.intp), np.empty(0, np.int8)
+        pages = match.pages[: (tokens.size - 1) // self.page_tokens].astype(np.intp)
         fastest = self.catalog.fastest_ready(pages)
         unusable = fastest != int(Tier.DEVICE) if not fetch else fastest < 0
         if unusable.any():
-            pages = pages[: int(unusable.argmax())]
-        return pages
+            usable = int(unusable.argmax())
+            pages, fastest = pages[:usable], fastest[:usable]
+        return pages, fastest
 
     def _ends_at_bad_copy(self, match: Match, path: PageIds) -> bool:
         return path.size < match.pages.size and int(match.pages[path.size]) in self.moves.holes
@@ -465,7 +486,7 @@ class TierCache:
     def _extend_own(self, lease: Lease, pages: int) -> None:
         own = self.catalog.new_pages(pages)
         self.catalog.begin_fill(Tier.DEVICE, own)
-        lease.pages.extend(own.tolist())
+        lease.pages = np.concatenate((lease.pages, own))
 
     def _adopt(self, lease: Lease, index: int, stored: int) -> None:
         """Page `index` of the lease is in the tree already, as `stored`: goes on with that one.
@@ -473,7 +494,7 @@ class TierCache:
         Where the stored page has no complete DEVICE copy, the lease's slot becomes that copy; a
         load still under way into another slot is superseded and only gives its slot back.
         """
-        own = lease.pages[index]
+        own = int(lease.pages[index])
         self.catalog.pin(np.array([stored], np.int32))
         columns = self.catalog.tiers[Tier.DEVICE]
         if columns.state[stored] == int(SlotState.FILLING):
@@ -506,14 +527,18 @@ class TierCache:
         if queue is not None:
             queue.hint(pages)
 
-    def _unpin(self, pages: PageIds) -> None:
-        self.catalog.unpin(pages)
-        for page in pages[self.catalog.fastest_ready(pages) < 0][::-1].tolist():
-            self.forget_if_gone(page)
+    def _unpin(self, path: PageIds) -> None:
+        """Only the end of a path can be without children, and what that leaves bare above it."""
+        self.catalog.unpin(path)
+        if path.size:
+            self.forget_if_gone(int(path[-1]))
 
     def _forget(self, page: int) -> None:
         self.tree.remove_last(page)
         self.catalog.forget(page)
+        self._forget_wishes(page)
+
+    def _forget_wishes(self, page: int) -> None:
         self.moves.holes.discard(page)
         for victims in self.queues.values():
             victims.policy.forget(page)

@@ -13,6 +13,9 @@ Life of a copy (page p, slot s of one tier):
 
 `hand_over` gives a FILLING or READY slot of one page to another page as its READY copy.
 
+Counts that are asked for often (free, FILLING, READY and RETIRING slots, pinned pages) are kept
+as they change; `check` compares them with the columns (I6).
+
 The leaf rule is a column: `resident_children[t][p]` counts the pages directly after p that have a
 FILLING or READY copy on tier t, and a page is evicted from t only while that count is zero.
 """
@@ -33,14 +36,67 @@ EvictableHook = Callable[[Tier, PageIds], None]
 """Told which pages may just have become evictable on a tier. May be told too much."""
 
 
+class FreeIds:
+    """Numbers below `limit` that nobody uses: those given back, last in first out, then new ones.
+
+    Taking or giving n is one slice. Only what was given back takes memory.
+    """
+
+    __slots__ = ("_given", "_given_count", "_new", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._new = 0
+        self._given = np.empty(64, np.int32)
+        self._given_count = 0
+
+    def __len__(self) -> int:
+        return self._given_count + self.limit - self._new
+
+    @property
+    def nbytes(self) -> int:
+        return self._given.nbytes
+
+    def take(self, count: int) -> Slots:
+        """`count` free numbers, int32. There have to be as many."""
+        assert count <= len(self)
+        again = min(count, self._given_count)
+        self._given_count -= again
+        new = self._new
+        self._new += count - again
+        taken = np.empty(count, np.int32)
+        taken[:again] = self._given[self._given_count : self._given_count + again][::-1]
+        taken[again:] = np.arange(new, self._new, dtype=np.int32)
+        return taken
+
+    def give(self, ids: Slots) -> None:
+        """Takes back numbers that were taken."""
+        count = self._given_count + ids.size
+        if count > self._given.size:
+            grown = np.empty(max(count, 2 * self._given.size), np.int32)
+            grown[: self._given_count] = self._given[: self._given_count]
+            self._given = grown
+        self._given[self._given_count : count] = ids
+        self._given_count = count
+
+    def sorted(self) -> np.ndarray:
+        """All free numbers, ascending."""
+        given = self._given[: self._given_count]
+        return np.sort(np.concatenate((given, np.arange(self._new, self.limit))))
+
+
 class TierColumns:
-    """One tier's share of the catalog: columns by page id, and the pool's cells by slot."""
+    """One tier's share of the catalog: columns by page id, and the pool's cells by slot.
+
+    `slot_counts` has the number of slots by the value of their state.
+    """
 
     __slots__ = (
         "free_slots",
         "resident_children",
         "score",
         "slot",
+        "slot_counts",
         "slot_page",
         "slot_state",
         "state",
@@ -55,7 +111,8 @@ class TierColumns:
         self.resident_children = np.zeros(rows, np.int32)
         self.slot_page = np.full(capacity_pages, NO_PAGE, np.int32)
         self.slot_state = np.zeros(capacity_pages, np.uint8)
-        self.free_slots = list(range(capacity_pages - 1, -1, -1))
+        self.slot_counts = [capacity_pages, 0, 0, 0]
+        self.free_slots = FreeIds(capacity_pages)
 
     @property
     def capacity_pages(self) -> int:
@@ -63,7 +120,22 @@ class TierColumns:
 
     @property
     def free_count(self) -> int:
-        return len(self.free_slots)
+        return self.slot_counts[_FREE]
+
+    @property
+    def retiring_count(self) -> int:
+        return self.slot_counts[_RETIRING]
+
+    def count(self, source: int, target: int, slots: int) -> None:
+        """`slots` slots go from one state to another."""
+        self.slot_counts[source] -= slots
+        self.slot_counts[target] += slots
+
+    @property
+    def nbytes(self) -> int:
+        by_page = (self.slot, self.state, self.score, self.resident_children)
+        by_slot = (self.slot_page, self.slot_state, self.free_slots)
+        return sum(column.nbytes for column in (*by_page, *by_slot))
 
     def grow(self, rows: int) -> None:
         self.slot = _grown(self.slot, rows, _NO_SLOT)
@@ -79,14 +151,19 @@ class TierColumns:
 
 def _grown(column: np.ndarray, rows: int, fill: int) -> np.ndarray:
     grown = np.full((rows, *column.shape[1:]), fill, column.dtype)
-    grown[: len(column)] = column
+    grown[: column.shape[0]] = column
     return grown
 
 
 class Catalog:
-    """Rows by page id. Rows are reused; an id means one page from `new_pages` to `forget`."""
+    """Rows by page id. Rows are reused; an id means one page from `new_pages` to `forget`.
 
-    def __init__(self, capacity_pages: Mapping[Tier, int], rows: int = 1024) -> None:
+    There are rows for as many pages as the largest tier holds, and more when tiers come to hold
+    different pages.
+    """
+
+    def __init__(self, capacity_pages: Mapping[Tier, int]) -> None:
+        rows = max(capacity_pages.values())
         self.tiers: dict[Tier, TierColumns] = {
             tier: TierColumns(tier, capacity, rows)
             for tier, capacity in sorted(capacity_pages.items())
@@ -99,7 +176,8 @@ class Catalog:
         self.key = np.zeros((rows, KEY_BYTES), np.uint8)
         self.name = np.zeros(rows, np.uint64)
         self.live = np.zeros(rows, np.bool_)
-        self._free_rows = list(range(rows - 1, -1, -1))
+        self.pinned_count = 0
+        self._free_rows = FreeIds(rows)
         self.on_evictable: EvictableHook = lambda tier, pages: None
 
     # Rows
@@ -110,37 +188,49 @@ class Catalog:
 
     def new_pages(self, count: int) -> PageIds:
         """Ids of `count` new rows: no copies, no pins, not in the tree."""
-        while len(self._free_rows) < count:
-            self._grow_rows()
-        pages = np.array([self._free_rows.pop() for _ in range(count)], np.int32)
+        missing = count - len(self._free_rows)
+        if missing > 0:
+            self._grow_rows(missing)
+        pages = self._free_rows.take(count)
         self.live[pages] = True
-        self.pins[pages] = 0
         self.hits[pages] = 0
         self.last_use_seconds[pages] = 0
-        self.parent[pages] = NO_PAGE
         self.key[pages] = 0
         self.name[pages] = 0
         return pages
 
     def forget(self, page: int) -> None:
         """Gives a row back. I4: only without copies, without children, without pins."""
-        assert self.live[page]
-        assert self.pins[page] == 0
-        assert self.copies(page) == ()
-        self.live[page] = False
-        self.parent[page] = NO_PAGE
-        self._free_rows.append(page)
+        self.forget_all(np.array([page], np.int32))
+
+    def forget_all(self, pages: PageIds) -> None:
+        """Gives rows back, under the same conditions."""
+        assert self.live[pages].all()
+        assert not self.pins[pages].any()
+        assert not any(columns.is_resident(pages).any() for columns in self.tiers.values())
+        self.live[pages] = False
+        self.parent[pages] = NO_PAGE
+        self._free_rows.give(pages)
 
     def attach(self, pages: PageIds, parent: int, first_depth: int) -> None:
         """Makes `pages` a chain below `parent` (or below a root, for `NO_PAGE`)."""
-        parents = np.concatenate((np.array([parent], np.int32), pages[:-1]))
+        parents = np.empty(pages.size, np.int32)
+        parents[0], parents[1:] = parent, pages[:-1]
         self.parent[pages] = parents
         self.depth[pages] = np.arange(first_depth, first_depth + pages.size, dtype=np.int32)
         for columns in self.tiers.values():
             resident = columns.is_resident(pages) & (parents != NO_PAGE)
-            np.add.at(columns.resident_children, parents[resident], 1)
+            if resident.any():
+                columns.resident_children[parents[resident]] += 1  # a chain: all are different
 
     # Queries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns, unused rows included."""
+        columns = (self.pins, self.depth, self.hits, self.last_use_seconds, self.parent)
+        mine = (*columns, self.key, self.live, self._free_rows)
+        return sum(column.nbytes for column in (*mine, *self.tiers.values()))
 
     def copies(self, page: int) -> tuple[Tier, ...]:
         """Tiers on which the page is resident (FILLING or READY), fastest first."""
@@ -161,9 +251,24 @@ class Catalog:
     def fastest_ready(self, pages: PageIds) -> np.ndarray:
         """int8 per page: value of the fastest tier with a READY copy, -1 where there is none."""
         fastest = np.full(pages.size, -1, np.int8)
-        for tier in sorted(self.tiers, reverse=True):
-            fastest[self.ready_on(tier, pages)] = tier
+        for tier in self.tiers:
+            missing = fastest < 0
+            if not missing.any():
+                break
+            np.copyto(fastest, int(tier), where=missing & self.ready_on(tier, pages))
         return fastest
+
+    def ready_elsewhere(self, tier: Tier, pages: PageIds) -> np.ndarray:
+        """Boolean mask over `pages`: which have a READY copy on another tier than `tier`."""
+        ready = np.zeros(pages.size, np.bool_)
+        for other, columns in self.tiers.items():
+            if other is not tier:
+                ready |= columns.state[pages] == _READY
+        return ready
+
+    def has_copy(self, pages: PageIds) -> np.ndarray:
+        """Boolean mask over `pages`: which are resident (FILLING or READY) on any tier."""
+        return np.logical_or.reduce([c.is_resident(pages) for c in self.tiers.values()])
 
     # Transitions of copies. Each asserts what it needs.
 
@@ -171,12 +276,13 @@ class Catalog:
         """FREE → FILLING for one slot per page. The caller made sure that slots are free."""
         columns = self.tiers[tier]
         assert columns.free_count >= pages.size, f"{tier.label} has no room for {pages.size} pages"
-        assert not (columns.state[pages] != _FREE).any(), "a page has one copy per tier"
-        slots = np.array([columns.free_slots.pop() for _ in range(pages.size)], np.int32)
+        assert not columns.state[pages].any(), "a page has one copy per tier"
+        slots = columns.free_slots.take(pages.size)
         columns.slot[pages] = slots
         columns.state[pages] = _FILLING
         columns.slot_page[slots] = pages
         columns.slot_state[slots] = _FILLING
+        columns.count(_FREE, _FILLING, pages.size)
         self._count_children(columns, pages, +1)
         return slots
 
@@ -186,6 +292,7 @@ class Catalog:
         assert (columns.state[pages] == _FILLING).all()
         columns.state[pages] = _READY
         columns.slot_state[columns.slot[pages]] = _READY
+        columns.count(_FILLING, _READY, pages.size)
         self.on_evictable(tier, pages)
 
     def drop(self, tier: Tier, pages: PageIds) -> None:
@@ -197,12 +304,15 @@ class Catalog:
         """FILLING | READY → RETIRING: the pages let go of their slots, which are returned."""
         columns = self.tiers[tier]
         state = columns.state[pages]
-        assert ((state == _FILLING) | (state == _READY)).all()
+        ready = int(np.count_nonzero(state == _READY))
+        assert ready + np.count_nonzero(state == _FILLING) == pages.size
         slots = columns.slot[pages]
         columns.slot[pages] = _NO_SLOT
         columns.state[pages] = _FREE
         columns.slot_page[slots] = NO_PAGE
         columns.slot_state[slots] = _RETIRING
+        columns.count(_READY, _RETIRING, ready)
+        columns.count(_FILLING, _RETIRING, pages.size - ready)
         self._count_children(columns, pages, -1)
         return slots
 
@@ -211,7 +321,8 @@ class Catalog:
         columns = self.tiers[tier]
         assert (columns.slot_state[slots] == _RETIRING).all()
         columns.slot_state[slots] = _FREE
-        columns.free_slots.extend(slots.tolist())
+        columns.count(_RETIRING, _FREE, slots.size)
+        columns.free_slots.give(slots)
 
     def hand_over(self, tier: Tier, giver: int, taker: int) -> None:
         """Makes the giver's slot, whose bytes are complete, the taker's READY copy."""
@@ -219,6 +330,7 @@ class Catalog:
         assert columns.state[giver] in (_FILLING, _READY)
         assert columns.state[taker] == _FREE
         slot = columns.slot[giver]
+        columns.count(int(columns.state[giver]), _READY, 1)
         pair = np.array([giver, taker], np.int32)
         self._count_children(columns, pair[:1], -1)
         columns.slot[giver], columns.state[giver] = _NO_SLOT, _FREE
@@ -229,12 +341,18 @@ class Catalog:
     # Pins
 
     def pin(self, pages: PageIds) -> None:
-        np.add.at(self.pins, pages, 1)
+        """Forbids eviction of `pages`, of which each occurs once."""
+        pins = self.pins[pages]
+        self.pinned_count += int(np.count_nonzero(pins == 0))
+        self.pins[pages] = pins + 1
 
     def unpin(self, pages: PageIds) -> None:
-        np.subtract.at(self.pins, pages, 1)
-        assert not (self.pins[pages] < 0).any(), "I5 a page was unpinned more often than pinned"
-        loose = pages[self.pins[pages] == 0]
+        """Takes one pin of each of `pages`, of which each occurs once."""
+        pins = self.pins[pages] - 1
+        self.pins[pages] = pins
+        assert not (pins < 0).any(), "I5 a page was unpinned more often than pinned"
+        loose = pages[pins == 0] if pins.any() else pages
+        self.pinned_count -= loose.size
         if loose.size:
             for tier in self.tiers:
                 self.on_evictable(tier, loose)
@@ -249,11 +367,18 @@ class Catalog:
             and columns.resident_children[page] == 0
         )
 
+    def evictable_among(self, tier: Tier, pages: PageIds) -> PageIds:
+        """Those of `pages` that may leave `tier` right now."""
+        columns = self.tiers[tier]
+        pages = pages[columns.state[pages] == _READY]
+        held = self.pins[pages] | columns.resident_children[pages]
+        loose: PageIds = pages[held == 0]
+        return loose
+
     def evictable(self, tier: Tier) -> PageIds:
         """Pages that may leave `tier` right now, found by one scan of its slots."""
-        pages = self.unpinned_ready(tier)
-        loose: PageIds = pages[self.tiers[tier].resident_children[pages] == 0]
-        return loose
+        columns = self.tiers[tier]
+        return self.evictable_among(tier, columns.slot_page[columns.slot_state == _READY])
 
     def unpinned_ready(self, tier: Tier) -> PageIds:
         """READY, unpinned pages of `tier`: what could leave if its children left first."""
@@ -262,14 +387,18 @@ class Catalog:
         loose: PageIds = pages[self.pins[pages] == 0]
         return loose
 
+    def has_unpinned_ready(self, tier: Tier, pages: int) -> bool:
+        """Whether `tier` has so many READY, unpinned pages; scans its slots only if need be."""
+        ready = self.tiers[tier].slot_counts[_READY]
+        return ready - self.pinned_count >= pages or self.unpinned_ready(tier).size >= pages
+
     def slot_counts(self, tier: Tier) -> dict[SlotState, int]:
-        counts = np.bincount(self.tiers[tier].slot_state, minlength=len(SlotState))
-        return {state: int(counts[state]) for state in SlotState}
+        return dict(zip(SlotState, self.tiers[tier].slot_counts, strict=True))
 
     # Internals
 
-    def _grow_rows(self) -> None:
-        old, rows = self.live.size, 2 * self.live.size
+    def _grow_rows(self, missing: int) -> None:
+        rows = self.live.size + max(missing, self.live.size // 2)
         self.pins = _grown(self.pins, rows, 0)
         self.depth = _grown(self.depth, rows, 0)
         self.hits = _grown(self.hits, rows, 0)
@@ -280,9 +409,10 @@ class Catalog:
         self.live = _grown(self.live, rows, 0)
         for columns in self.tiers.values():
             columns.grow(rows)
-        self._free_rows[:0] = range(rows - 1, old - 1, -1)
+        self._free_rows.limit = rows
 
     def _count_children(self, columns: TierColumns, pages: PageIds, step: int) -> None:
+        """Pages came to a tier or left it: tells their parents, of which some may be the same."""
         parents = self.parent[pages]
         parents = parents[parents != NO_PAGE]
         if not parents.size:
@@ -296,14 +426,18 @@ class Catalog:
     # Invariants
 
     def check(self, pins: Mapping[int, int] | None = None) -> list[str]:
-        """I2, I5, I9 restated; with `pins` (page → expected pins) I5 is checked exactly."""
+        """I2, I5, I6, I9 restated; with `pins` (page → expected pins) I5 is checked exactly."""
         problems: list[str] = []
         live = np.flatnonzero(self.live).astype(np.int32)
+        if not np.array_equal(self._free_rows.sorted(), np.flatnonzero(~self.live)):
+            problems.append("I1 the free rows and the live ones disagree")
         for tier, columns in self.tiers.items():
             problems += self._check_slots(tier, columns, live)
             problems += self._check_children(tier, columns, live)
         if (self.pins < 0).any():
             problems.append("I5 a page has negative pins")
+        if self.pinned_count != np.count_nonzero(self.pins):
+            problems.append(f"I6 {self.pinned_count} pages are counted as pinned, wrongly")
         if pins is not None:
             expected = np.zeros_like(self.pins)
             for page, count in pins.items():
@@ -317,9 +451,12 @@ class Catalog:
 
     def _check_slots(self, tier: Tier, columns: TierColumns, live: PageIds) -> list[str]:
         problems: list[str] = []
-        free = np.sort(np.array(columns.free_slots, np.int64))
-        if not np.array_equal(free, np.flatnonzero(columns.slot_state == _FREE)):
+        free = np.flatnonzero(columns.slot_state == _FREE)
+        if not np.array_equal(columns.free_slots.sorted(), free):
             problems.append(f"I2 {tier.label}: the free list and the slot states disagree")
+        counts = np.bincount(columns.slot_state, minlength=len(SlotState)).tolist()
+        if counts != columns.slot_counts:
+            problems.append(f"I6 {tier.label}: {columns.slot_counts} slots are counted as {counts}")
         owned = np.flatnonzero(columns.slot_page != NO_PAGE)
         held = np.flatnonzero((columns.slot_state == _FILLING) | (columns.slot_state == _READY))
         if not np.array_equal(owned, held):

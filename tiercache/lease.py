@@ -34,10 +34,13 @@ class Fetch(Enum):
 
 
 class TokenBuffer:
-    """A growing int32 sequence; appending is amortised, reading is a view."""
+    """A growing int32 sequence; appending is amortised, reading is a view.
+
+    `tokens` are not copied before the first append, and never written; nor may the caller.
+    """
 
     def __init__(self, tokens: Tokens) -> None:
-        self._buffer = np.array(tokens, np.int32)
+        self._buffer = np.asarray(tokens, np.int32)
         self._count = int(tokens.size)
 
     def __len__(self) -> int:
@@ -80,7 +83,7 @@ class Lease:
     prompt_tokens: int
     matched_pages: int
     books: Books
-    pages: list[int] = field(default_factory=list)
+    pages: PageIds
     inserted_pages: int = 0
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN
@@ -88,7 +91,8 @@ class Lease:
     fetch_failed: bool = False
 
     def page_range(self, start: int, stop: int) -> PageIds:
-        return np.array(self.pages[start:stop], np.int32)
+        """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""
+        return self.pages[start:stop]
 
     @property
     def path(self) -> PageIds:
@@ -98,7 +102,7 @@ class Lease:
     @property
     def own(self) -> PageIds:
         """The pages only this lease knows."""
-        return self.page_range(self.inserted_pages, len(self.pages))
+        return self.page_range(self.inserted_pages, self.pages.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from tiercache.eviction import VictimQueue
 from tiercache.lease import Room
 from tiercache.metrics import CacheCounters, DropReason, EvictOutcome
 from tiercache.moves import MoveBook
-from tiercache.types import SlotState, Tier
+from tiercache.types import PageIds, Tier
 
 
 class RoomMaker:
     """Evicts on demand and ahead of demand. Engine thread only.
 
     `demote` asks for a page's only copy to be written down and says whether that was begun;
-    `forget` is told of pages that may have lost their last copy.
+    `forget` is told of pages that may have lost their last copy, children first.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RoomMaker:
         counters: CacheCounters,
         *,
         demote: Callable[[Tier, int], bool],
-        forget: Callable[[int], None],
+        forget: Callable[[PageIds], None],
     ) -> None:
         self._catalog = catalog
         self._queues = queues
@@ -41,6 +41,7 @@ class RoomMaker:
         self._counters = counters
         self._demote = demote
         self._forget = forget
+        self._slowest = max(catalog.tiers)
 
     def make(self, tier: Tier, pages: int) -> Room:
         """Tries to have `pages` free slots on `tier`.
@@ -53,9 +54,8 @@ class RoomMaker:
             return Room.NOW
         if pages > columns.capacity_pages:
             return Room.NONE
-        retiring = int(np.count_nonzero(columns.slot_state == int(SlotState.RETIRING)))
-        shortfall = pages - columns.free_count - retiring
-        if shortfall > self._catalog.unpinned_ready(tier).size:
+        shortfall = pages - columns.free_count - columns.retiring_count
+        if not self._catalog.has_unpinned_ready(tier, shortfall):
             return Room.SOON if self._moves.open else Room.NONE
         if shortfall > 0:
             self._evict_until(tier, shortfall)
@@ -67,43 +67,67 @@ class RoomMaker:
         """Evicts ahead: above the high watermark, down to the low one."""
         columns = self._catalog.tiers[tier]
         capacity = columns.capacity_pages
-        retiring = int(np.count_nonzero(columns.slot_state == int(SlotState.RETIRING)))
-        used = capacity - columns.free_count - retiring
+        used = capacity - columns.free_count - columns.retiring_count
         if used > int(high_watermark * capacity):
             self._evict_until(tier, used - int(low_watermark * capacity))
 
     def _evict_until(self, tier: Tier, pages: int) -> None:
         """Evicts up to `pages` pages; pages that had to be demoted first count when they go."""
-        left = pages
-        asked = 0
-        for page in self._queues[tier].victims():
-            if self._evict(tier, page):
-                left -= 1
-            else:
-                asked += 1
-            if left <= 0 or asked >= pages:
+        left, asked = pages, 0
+        while left > 0 and asked < pages:
+            victims = self._queues[tier].take(left)
+            if not victims.size:
                 return
+            gone, demoting = self._evict(tier, victims)
+            left -= gone
+            asked += demoting
 
-    def _evict(self, tier: Tier, page: int) -> bool:
+    def _evict(self, tier: Tier, victims: PageIds) -> tuple[int, int]:
+        """How many pages left `tier`, and how many are being written down first."""
+        elsewhere = self._catalog.ready_elsewhere(tier, victims)
+        if elsewhere.all() or tier is self._slowest:
+            self._leave(tier, victims)
+            self._count(tier, EvictOutcome.COPY_ELSEWHERE, int(np.count_nonzero(elsewhere)))
+            lost = victims[~elsewhere]
+            if lost.size:
+                self._lose(tier, lost)
+            return victims.size, 0
+        answers = [
+            self._evict_one(tier, page)
+            for page in victims.tolist()
+            if self._catalog.is_evictable(tier, page)  # not if a child is being written down
+        ]
+        return answers.count(True), answers.count(False)
+
+    def _evict_one(self, tier: Tier, page: int) -> bool:
         """True when the page left `tier`; False when it is being written down first."""
-        elsewhere = any(
-            other is not tier and self._catalog.is_ready(other, page)
-            for other in self._catalog.tiers
-        )
-        if not elsewhere and self._demote(tier, page):
+        pages = np.array([page], np.int32)
+        if self._catalog.ready_elsewhere(tier, pages)[0]:
+            self._leave(tier, pages)
+            self._count(tier, EvictOutcome.COPY_ELSEWHERE, 1)
+        elif self._demote(tier, page):
             return False
-        self.leave(tier, page)
-        outcome = EvictOutcome.COPY_ELSEWHERE if elsewhere else EvictOutcome.LOST
-        self._counters.evicted_pages[(tier, outcome)] += 1
-        if not elsewhere:
-            if tier is not Tier.DISK:
-                self._counters.dropped_writes[DropReason.EVICTED_FIRST] += 1
-            self._forget(page)
+        else:
+            self._leave(tier, pages)
+            self._lose(tier, pages)
         return True
+
+    def _lose(self, tier: Tier, pages: PageIds) -> None:
+        """These had no other copy."""
+        self._count(tier, EvictOutcome.LOST, pages.size)
+        if tier is not Tier.DISK:
+            self._counters.dropped_writes[DropReason.EVICTED_FIRST] += pages.size
+        self._forget(pages)
+
+    def _count(self, tier: Tier, outcome: EvictOutcome, pages: int) -> None:
+        if pages:
+            self._counters.evicted_pages[(tier, outcome)] += pages
 
     def leave(self, tier: Tier, page: int) -> None:
         """Drops a READY copy nobody reads, whatever else there is of the page."""
-        pages = np.array([page], np.int32)
+        self._leave(tier, np.array([page], np.int32))
+
+    def _leave(self, tier: Tier, pages: PageIds) -> None:
         if tier is Tier.DISK:
             self._moves.erase(pages)
         else:

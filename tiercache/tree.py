@@ -16,14 +16,17 @@ siblings always differ inside their first page.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tiercache.types import NO_PAGE, PageIds, Tokens
 
-_COMPARE_TOKENS = 8192
-"""Tokens compared at a time: long enough to amortise the call, short enough to stop early."""
+_FIRST_TOKENS, _MORE_TOKENS = 8192, 65_536
+"""Tokens compared at a time: few at first, to stop early; then many, to amortise the calls."""
+
+_SHORT_TOKENS = 2048
+"""Up to here comparing bytes is faster than comparing tokens, if all are expected to be equal."""
 
 RootName = tuple[bytes, int]
 """`(namespace fingerprint, generation)`: what has another root is never shared."""
@@ -34,17 +37,22 @@ _EMPTY_PAGES = np.empty(0, np.int32)
 def common_tokens(left: Tokens, right: Tokens) -> int:
     """Length of the longest common prefix of two int32 arrays."""
     limit = min(left.size, right.size)
-    for start in range(0, limit, _COMPARE_TOKENS):
-        stop = min(start + _COMPARE_TOKENS, limit)
+    if limit <= _SHORT_TOKENS and left[:limit].tobytes() == right[:limit].tobytes():
+        return limit
+    start, width = 0, _FIRST_TOKENS
+    while start < limit:
+        stop = min(start + width, limit)
         differs = left[start:stop] != right[start:stop]
         first = int(differs.argmax())
         if differs[first]:
             return start + first
+        start, width = stop, _MORE_TOKENS
     return limit
 
 
 class Node:
-    """A run of pages. Buffers grow by doubling, so a growing sequence appends in place."""
+    """A run of pages. Buffers grow by doubling, so a growing sequence appends in place, and are
+    exchanged for smaller ones when most of them is unused."""
 
     __slots__ = (
         "_pages",
@@ -83,28 +91,33 @@ class Node:
     def append(self, tokens: Tokens, pages: PageIds, page_tokens: int) -> None:
         needed = self.page_count + pages.size
         if needed > self._pages.size:
-            capacity = max(needed, 2 * self.page_count)
-            self._pages = _grown(self._pages, self.page_count, capacity)
-            self._tokens = _grown(
-                self._tokens, self.page_count * page_tokens, capacity * page_tokens
-            )
+            self._resize(max(needed, 2 * self.page_count), page_tokens)
         self._pages[self.page_count : needed] = pages
         self._tokens[self.page_count * page_tokens : needed * page_tokens] = tokens
         self.page_count = needed
 
-    def truncate(self, page_count: int) -> None:
+    def truncate(self, page_count: int, page_tokens: int) -> None:
         self.page_count = page_count
+        if page_count < self._pages.size // 4:
+            self.fit(page_tokens)
+
+    def fit(self, page_tokens: int) -> None:
+        """Gives unused buffer back."""
+        self._resize(self.page_count, page_tokens)
+
+    def _resize(self, capacity: int, page_tokens: int) -> None:
+        self._pages = _resized(self._pages, self.page_count, capacity)
+        self._tokens = _resized(self._tokens, self.page_count * page_tokens, capacity * page_tokens)
 
 
-def _grown(array: Tokens, used: int, capacity: int) -> Tokens:
-    grown = np.empty(capacity, np.int32)
-    grown[:used] = array[:used]
-    return grown
+def _resized(array: Tokens, used: int, capacity: int) -> Tokens:
+    resized = np.empty(capacity, np.int32)
+    resized[:used] = array[:used]
+    return resized
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Where a walk ended. `pages` are the ids of the matched prefix, first page first.
+class Match(NamedTuple):
+    """Where a walk ended. `pages` are the ids of the matched prefix, first page first, a copy.
 
     `node` is where it ended and `node_pages` how many of that node's pages matched. `beyond` says
     that stored content goes on after the end of the match, in another direction or further.
@@ -126,8 +139,15 @@ class Tree:
         self._nodes: dict[int, Node] = {}
         self._next_serial = 0
         self._node_of = np.full(1024, NO_PAGE, np.int32)
+        self._depth_of = np.zeros(1024, np.int32)
 
     # Queries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns by page id and of the page ids in nodes; tokens aside."""
+        runs = sum(node.pages.nbytes for node in self._nodes.values())
+        return self._node_of.nbytes + self._depth_of.nbytes + runs
 
     @property
     def node_count(self) -> int:
@@ -147,25 +167,46 @@ class Tree:
     def match(self, namespace: bytes, generation: int, tokens: Tokens) -> Match | None:
         """Longest stored prefix of `tokens`, in whole pages; None when the root is unknown."""
         root = self._roots.get((namespace, generation))
-        if root is None:
-            return None
+        return None if root is None else self._walk(root, tokens)
+
+    def match_on(self, page: int, tokens: Tokens) -> Match:
+        """The walk goes on: longest stored prefix of `tokens` directly behind `page`.
+
+        `pages` of the answer are those behind `page`. Costs nothing for what is before it.
+        """
+        node = self._nodes[int(self._node_of[page])]
+        taken = self._index_in(node, page) + 1
+        rest = node.tokens(self.page_tokens)[taken * self.page_tokens :]
+        if not rest.size:
+            return self._walk(node, tokens)
+        more = common_tokens(rest, tokens) // self.page_tokens
+        if taken + more < node.page_count:
+            pages = node.pages[taken : taken + more].copy()
+            return Match(pages, node, taken + more, beyond=True)
+        below = self._walk(node, tokens[more * self.page_tokens :])
+        return below._replace(pages=np.concatenate((node.pages[taken:], below.pages)))
+
+    def _walk(self, node: Node, tokens: Tokens) -> Match:
+        """Goes down from the end of `node`."""
         page_tokens = self.page_tokens
-        node, at, node_pages = root, 0, 0
+        at, taken, beyond = 0, node.page_count, False
         runs: list[PageIds] = []
-        while True:
+        while node.children and not beyond:
             child = node.children.get(tokens[at : at + page_tokens].tobytes())
             if child is None:
-                beyond = bool(node.children)
-                break
-            taken = common_tokens(child.tokens(page_tokens), tokens[at:]) // page_tokens
-            runs.append(child.pages[:taken])
-            node, node_pages = child, taken
-            at += taken * page_tokens
-            if taken < child.page_count:
                 beyond = True
                 break
-        pages = np.concatenate(runs) if runs else _EMPTY_PAGES
-        return Match(pages, node, node_pages, beyond)
+            stored = child.tokens(page_tokens)
+            taken = common_tokens(stored, tokens[at:]) // page_tokens
+            runs.append(child.pages[:taken])
+            node = child
+            at += taken * page_tokens
+            beyond = taken < child.page_count
+        if not runs:
+            return Match(_EMPTY_PAGES, node, taken, beyond)
+        return Match(
+            runs[0].copy() if len(runs) == 1 else np.concatenate(runs), node, taken, beyond
+        )
 
     def end_at(self, page: int) -> Match:
         """The end of a walk whose last page is `page`; its `pages` are left empty."""
@@ -242,25 +283,47 @@ class Tree:
             child = self._new_node(node, node.first_depth + node.page_count)
             node.children[key] = child
             node = child
+        first_depth = node.first_depth + node.page_count
         node.append(tokens, pages, self.page_tokens)
-        self._own(pages, node)
+        self._own(pages, node, first_depth)
         return node
 
     def remove_last(self, page: int) -> None:
         """Takes out a page that nothing follows. Empty nodes and empty roots go with it."""
-        assert self.is_leaf(page), "only a page without children can be forgotten"
-        node = self._nodes[int(self._node_of[page])]
-        first_key = node.tokens(self.page_tokens)[: self.page_tokens].tobytes()
-        node.truncate(node.page_count - 1)
-        self._node_of[page] = NO_PAGE
-        if node.page_count:
-            return
+        removed = self.remove_leaves(np.array([page], np.int32))
+        assert removed.size, "only a page without children can be forgotten"
+
+    def remove_leaves(self, pages: PageIds) -> PageIds:
+        """Takes out those of `pages` that nothing follows when it is their turn; returns them.
+
+        Given children before parents, a whole chain goes, a run of it at a time.
+        """
+        serials = self._node_of[pages]
+        edges = np.flatnonzero(serials[1:] != serials[:-1]) + 1
+        removed = [
+            self._shorten(self._nodes[int(self._node_of[part[0]])], part)
+            for part in np.split(pages, edges)
+        ]
+        return np.concatenate(removed)
+
+    def _shorten(self, node: Node, pages: PageIds) -> PageIds:
+        """Takes as many of `pages` off the tail of `node` as are its last ones, last first."""
+        if node.children:
+            return _EMPTY_PAGES
+        tail = node.pages[: -pages.size - 1 : -1]
+        count = common_tokens(tail, pages)
+        removed = pages[:count]
+        self._node_of[removed] = NO_PAGE
+        if count < node.page_count:
+            node.truncate(node.page_count - count, self.page_tokens)
+            return removed
         parent = node.parent
         assert parent is not None
-        del parent.children[first_key]
+        del parent.children[self._key_of(node)]
         del self._nodes[node.serial]
         if parent.parent is None and not parent.children:
             self._forget_root(parent)
+        return removed
 
     def _forget_root(self, root: Node) -> None:
         assert root.name is not None
@@ -276,9 +339,10 @@ class Tree:
         tail.children = node.children
         for child in tail.children.values():
             child.parent = tail
-        self._own(tail.pages, tail)
-        node.truncate(head_pages)
-        node.children = {tail.tokens(self.page_tokens)[: self.page_tokens].tobytes(): tail}
+        self._node_of[tail.pages] = tail.serial
+        node.truncate(head_pages, self.page_tokens)
+        node.fit(self.page_tokens)  # it has a child now and will not grow
+        node.children = {self._key_of(tail): tail}
 
     def _new_node(
         self, parent: Node | None, first_depth: int, name: RootName | None = None
@@ -288,40 +352,53 @@ class Tree:
         self._next_serial += 1
         return node
 
-    def _own(self, pages: PageIds, node: Node) -> None:
+    def _own(self, pages: PageIds, node: Node, first_depth: int) -> None:
         largest = int(pages.max())
         if largest >= self._node_of.size:
-            grown = np.full(max(largest + 1, 2 * self._node_of.size), NO_PAGE, np.int32)
-            grown[: self._node_of.size] = self._node_of
-            self._node_of = grown
+            self.reserve(max(largest + 1, 2 * self._node_of.size))
         self._node_of[pages] = node.serial
+        self._depth_of[pages] = np.arange(first_depth, first_depth + pages.size, dtype=np.int32)
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for page ids below `rows`, so that it need not be made later."""
+        for name, fill in (("_node_of", NO_PAGE), ("_depth_of", 0)):
+            old = getattr(self, name)
+            grown = np.full(rows, fill, np.int32)
+            grown[: old.size] = old
+            setattr(self, name, grown)
+
+    def _key_of(self, node: Node) -> bytes:
+        """What the parent of `node` finds it by."""
+        return node.tokens(self.page_tokens)[: self.page_tokens].tobytes()
 
     def _index_in(self, node: Node, page: int) -> int:
-        """Position of `page` in its run. Page ids of one run are distinct."""
-        return int(np.flatnonzero(node.pages == page)[0])
+        """Position of `page` in its run: depths do not change when nodes are split."""
+        return int(self._depth_of[page]) - node.first_depth
 
     # Invariants
 
     def check(self) -> list[str]:
         """I1 (tree side): every page is in exactly one node, and links agree both ways."""
         problems: list[str] = []
-        seen: dict[int, int] = {}
+        placed = 0
         for node in self._nodes.values():
-            for page in node.pages.tolist():
-                if page in seen:
-                    problems.append(f"I1 page {page} is in nodes {seen[page]} and {node.serial}")
-                seen[page] = node.serial
-                if self._node_of[page] != node.serial:
-                    problems.append(f"I1 page {page} of node {node.serial} points elsewhere")
-            if node.parent is not None and not node.page_count:
+            placed += node.page_count
+            pages = node.pages
+            first = node.first_depth
+            depths = np.arange(first, first + pages.size)
+            # A page has one node and one depth, so a page in two places fails in one of them.
+            if (self._node_of[pages] != node.serial).any():
+                problems.append(f"I1 a page of node {node.serial} points elsewhere")
+            if not np.array_equal(self._depth_of[pages], depths):
+                problems.append(f"I1 a page of node {node.serial} has a wrong depth")
+            if node.parent is not None and not pages.size:
                 problems.append(f"I1 node {node.serial} is empty")
             for key, child in node.children.items():
-                first = child.tokens(self.page_tokens)[: self.page_tokens].tobytes()
-                if child.parent is not node or first != key:
+                if child.parent is not node or self._key_of(child) != key:
                     problems.append(f"I1 child {child.serial} of node {node.serial} is misfiled")
-                if child.first_depth != node.first_depth + node.page_count:
+                if child.first_depth != first + pages.size:
                     problems.append(f"I1 child {child.serial} has a wrong depth")
-        placed = int(np.count_nonzero(self._node_of != NO_PAGE))
-        if placed != len(seen):
-            problems.append(f"I1 {placed} pages claim a node, nodes hold {len(seen)}")
+        claimed = int(np.count_nonzero(self._node_of != NO_PAGE))
+        if claimed != placed:
+            problems.append(f"I1 {claimed} pages claim a node, nodes hold {placed}")
         return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ Slot = NewType("Slot", int)
 """A place for one page in one tier's pool."""
 
 Tokens = npt.NDArray[np.int32]
-PageIds = npt.NDArray[np.int32]
+PageIds = npt.NDArray[np.signedinteger[Any]]
+"""int32 where they are kept, intp where many columns are indexed with them."""
 Slots = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 

@@ -117,7 +117,7 @@ class WriteQueue:
         """Starts moves for `pages`, one per run of equal source, or puts them back."""
         # Making room must evict neither what is about to be read nor what it will hang below.
         parents = self._catalog.parent[pages]
-        held = np.concatenate((pages, parents[parents != NO_PAGE]))
+        held = np.unique(np.concatenate((pages, parents[parents != NO_PAGE])))
         self._catalog.pin(held)
         answer = room.make(self.tier, pages.size)
         fits = pages[: self._catalog.tiers[self.tier].free_count]

@@ -190,7 +190,7 @@ def test_two_requests_that_computed_the_same_pages_share_one_copy() -> None:
     rig.compute(first, 17)
     rig.compute(second, 17)
 
-    assert first.pages[:4] == second.pages[:4]
+    assert np.array_equal(first.pages[:4], second.pages[:4])
     assert rig.cache.counters.adopted_pages == 4
     rig.assert_lease_reads_its_own(second)
     rig.cache.release(first)

@@ -39,6 +39,12 @@ class Policy(Protocol):
     epoch: int
     """Grows when scores given before are void: `reconsider` then tells the new ones."""
 
+    at_once: int
+    """Victims that may be taken before the order has to be asked for again."""
+
+    gives_second_chances: bool
+    """Whether `second_chance` has anything to say."""
+
     def enter(self, pages: PageIds, names: np.ndarray) -> None:
         """The ids stand for new pages from now on: int32 ids, uint64 names, before any touch."""
         ...

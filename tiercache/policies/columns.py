@@ -17,6 +17,8 @@ class Indifferent:
 
     remembers = False
     epoch = 0
+    at_once = 1 << 30
+    gives_second_chances = False
 
     def enter(self, pages: PageIds, names: np.ndarray) -> None:
         """Nothing is kept per page."""

@@ -30,6 +30,7 @@ class S3Fifo(Indifferent):
     """
 
     remembers = True
+    gives_second_chances = True
 
     def __init__(self, settings: PolicySettings) -> None:
         self._most_small = max(1, int(SMALL_SHARE * settings.capacity_pages))
@@ -63,6 +64,12 @@ class S3Fifo(Indifferent):
             self._small_count += int(np.count_nonzero(~ghosts))
             self._choose_queue()
         return self._scores(pages)
+
+    @property
+    def at_once(self) -> int:
+        """As many as the small queue is over its share."""
+        excess = self._small_count - self._most_small
+        return excess if excess > 0 else 1 << 30
 
     def on_evict(self, pages: PageIds) -> None:
         for page in pages[self._small[pages]].tolist():
