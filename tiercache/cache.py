@@ -26,6 +26,7 @@ from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
 from tiercache.errors import LeaseError
 from tiercache.eviction import VictimQueue
+from tiercache.hints import HintGates
 from tiercache.keys import page_key, root_key
 from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
@@ -39,6 +40,7 @@ from tiercache.tiers.disk_format import PageRecord
 from tiercache.transfer import Transfers, batches
 from tiercache.tree import Match, Tree
 from tiercache.types import NO_PAGE, MissReason, PageIds, PageLayout, Slots, SlotState, Tier, Tokens
+from tiercache.wishes import Announcement, WillReturn, Wishes
 from tiercache.writes import WriteQueue
 
 
@@ -129,6 +131,8 @@ class TierCache:
             for tier in settings.tiers
             if tier is not Tier.DEVICE
         }
+        kept_pages = max(limits.kept_pages for limits in settings.tiers.values())
+        self.wishes = Wishes(self.catalog, HintGates(kept_pages), self._rank_fell)
         self.room = RoomMaker(
             self.catalog,
             self.queues,
@@ -299,6 +303,36 @@ class TierCache:
         self.counters.miss_tokens.update(lease.books.miss_tokens)
         self.window.add(self.clock.now_seconds(), lease.books.prompt_tokens, lease.books.hit_tokens)
 
+    # What is known of the future; see `wishes`
+
+    def announce(self, namespace: bytes, tokens: Tokens) -> Announcement:
+        """A request with this prompt waits in a queue, behind all announced before it.
+
+        Pages it wants, stored now or later, leave after all that no queued request wants, and
+        those that are wanted furthest behind leave first. Withdraw it when it has its lease.
+        """
+        usable = tokens[: (tokens.size - 1) // self.page_tokens * self.page_tokens]
+        names = chain_names(root_name(namespace, self.generation), usable, self.page_tokens)
+        stored = self._stored(namespace, usable)
+        self.catalog.name[stored] = names[: stored.size]
+        return self.wishes.announce(namespace, usable, names, stored)
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """The announced request is being served, or will never be. Does nothing the second time."""
+        stored = self._stored(announcement.namespace, announcement.tokens)
+        self.wishes.withdraw(announcement, stored)
+
+    def mark(
+        self, lease: Lease, first_page: int, stop_page: int, said: WillReturn, tenant: str = ""
+    ) -> None:
+        """Says of the lease's inserted pages `[first_page, stop_page)` whether they will be used
+        again. Counts while the tenant's hints of this kind prove right; see `hints`."""
+        self._must_be_open(lease)
+        pages = lease.path[first_page:stop_page]
+        if pages.size:
+            self._name_of(int(lease.path[-1]), lease.namespace, lease.generation)
+            self.wishes.mark(pages, self.catalog.name[pages], said, tenant)
+
     # Questions and orders; see `inspection`
 
     def lookup(self, namespace: bytes, tokens: Tokens) -> inspection.Lookup:
@@ -389,16 +423,13 @@ class TierCache:
 
     def enter(self, namespace: bytes, generation: int, pages: PageIds) -> None:
         """Tells the policies of a run of pages new in the tree, before their first touch."""
-        if any(queue.policy.remembers for queue in self.queues.values()):
-            parent = int(self.catalog.parent[pages[0]])
-            above = (
-                root_name(namespace, generation)
-                if parent == NO_PAGE
-                else int(self.catalog.name[parent])
-            )
+        if self.wishes.active or any(q.policy.remembers for q in self.queues.values()):
+            above = self._name_of(int(self.catalog.parent[pages[0]]), namespace, generation)
             tokens = self.tree.run_tokens(pages)
             self.catalog.name[pages] = chain_names(above, tokens, self.page_tokens)
         names = self.catalog.name[pages]
+        if self.wishes.active:
+            self.wishes.enter(pages, names)
         for queue in self.queues.values():
             queue.policy.enter(pages, names)
 
@@ -414,6 +445,18 @@ class TierCache:
             self._forget_wishes(page)
         for page in parents.tolist():
             self.forget_if_gone(page)
+
+    def _name_of(self, page: int, namespace: bytes, generation: int) -> int:
+        """Name of a page in the tree, or of its root for `NO_PAGE`; remembered once computed."""
+        chain: list[int] = []
+        while page != NO_PAGE and not self.catalog.name[page]:
+            chain.append(page)
+            page = int(self.catalog.parent[page])
+        name = root_name(namespace, generation) if page == NO_PAGE else int(self.catalog.name[page])
+        for link in reversed(chain):
+            name = int(chain_names(name, self.tree.page_at(link), self.page_tokens)[0])
+            self.catalog.name[link] = name
+        return name
 
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
@@ -511,7 +554,17 @@ class TierCache:
     def _touch(self, path: PageIds, fresh_from: int = 0) -> None:
         for queue in self.queues.values():
             queue.touch(path, fresh_from)
+        if self.wishes.gates.in_use:
+            self.wishes.used(self.catalog.name[path[fresh_from:]])
         self.catalog.last_use_seconds[path] = self.clock.epoch_seconds()
+
+    def _stored(self, namespace: bytes, tokens: Tokens) -> PageIds:
+        match = self.tree.match(namespace, self.generation, tokens)
+        return match.pages if match else np.empty(0, np.int32)
+
+    def _rank_fell(self, pages: PageIds) -> None:
+        for queue in self.queues.values():
+            queue.hint(pages)
 
     def _want_writes(self, pages: PageIds) -> None:
         for queue in self.writes.values():

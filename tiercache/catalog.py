@@ -29,6 +29,9 @@ import numpy as np
 from tiercache.keys import KEY_BYTES
 from tiercache.types import NO_PAGE, PageIds, Slots, SlotState, Tier
 
+USUAL_PRIORITY = 50
+"""Of a page of which nobody said anything; see `wishes`."""
+
 _NO_SLOT = -1
 _FREE, _FILLING, _READY, _RETIRING = (int(state) for state in SlotState)
 
@@ -175,6 +178,11 @@ class Catalog:
         self.parent = np.full(rows, NO_PAGE, np.int32)
         self.key = np.zeros((rows, KEY_BYTES), np.uint8)
         self.name = np.zeros(rows, np.uint64)
+        self.rank = np.zeros(rows, np.float64)
+        self.wanted = np.zeros(rows, np.int64)
+        self.priority = np.full(rows, USUAL_PRIORITY, np.int16)
+        self.will_return = np.zeros(rows, np.int8)
+        self.gate = np.zeros(rows, np.int16)
         self.live = np.zeros(rows, np.bool_)
         self.pinned_count = 0
         self._free_rows = FreeIds(rows)
@@ -406,6 +414,11 @@ class Catalog:
         self.key = _grown(self.key, rows, 0)
         self.parent = _grown(self.parent, rows, NO_PAGE)
         self.name = _grown(self.name, rows, 0)
+        self.rank = _grown(self.rank, rows, 0)
+        self.wanted = _grown(self.wanted, rows, 0)
+        self.priority = _grown(self.priority, rows, USUAL_PRIORITY)
+        self.will_return = _grown(self.will_return, rows, 0)
+        self.gate = _grown(self.gate, rows, 0)
         self.live = _grown(self.live, rows, 0)
         for columns in self.tiers.values():
             columns.grow(rows)

@@ -30,10 +30,10 @@ _ENTERED_LIMIT = 1024
 
 _READY = int(SlotState.READY)
 
-Urgency = tuple[bool, float, int]
-"""`(spare, -score, depth)`: the highest leaves first."""
+Urgency = tuple[bool, float, float, int]
+"""`(spare, -rank, -score, depth)`: the highest leaves first; for ranks see `wishes`."""
 
-Entry = tuple[bool, float, int, int]
+Entry = tuple[bool, float, float, int, int]
 """Urgency and page."""
 
 
@@ -117,7 +117,7 @@ class VictimQueue:
         leaving: dict[int, int] = {}  # page → its children that are among the victims
         while entries and len(victims) < count:
             entry = entries.pop()
-            page = entry[3]
+            page = entry[4]
             if page in victims or not cells.is_evictable(page, leaving.get(page, 0)):
                 continue
             current = cells.entry(page)
@@ -149,7 +149,8 @@ class VictimQueue:
         pages = np.concatenate(self._hints)
         self._hints.clear()
         self._hint_count = 0
-        urgent = -self._columns.score[pages] >= self._cutoff[1]
+        rank, score = -self._catalog.rank[pages], -self._columns.score[pages]
+        urgent = (rank > self._cutoff[1]) | ((rank == self._cutoff[1]) & (score >= self._cutoff[2]))
         if self._spare_first:
             urgent |= self._is_spare(pages)
         pages = self._catalog.evictable_among(self._tier, pages[urgent])
@@ -175,7 +176,7 @@ class VictimQueue:
             kept = lowest(keys, SCAN_KEEPS)
             pages, keys = pages[kept], [key[kept] for key in keys]
         self._entries = self._entries_of(pages[np.lexsort(keys[::-1])[::-1]])
-        self._cutoff = self._entries[0][:3]
+        self._cutoff = self._entries[0][:4]
         return True
 
     def _reset(self) -> None:
@@ -186,12 +187,15 @@ class VictimQueue:
 
     def _keys(self, pages: PageIds) -> list[np.ndarray]:
         """What to sort by, most significant first, lowest leaving first."""
-        keys = [self._columns.score[pages], -self._catalog.depth[pages]]
+        score = self._columns.score[pages]
+        keys = [self._catalog.rank[pages], score, -self._catalog.depth[pages]]
         return [~self._is_spare(pages), *keys] if self._spare_first else keys
 
     def _entries_of(self, pages: PageIds) -> list[Entry]:
         spare = self._is_spare(pages) if self._spare_first else np.zeros(pages.size, np.bool_)
-        columns = (spare, -self._columns.score[pages], self._catalog.depth[pages], pages)
+        catalog = self._catalog
+        rank, score = -catalog.rank[pages], -self._columns.score[pages]
+        columns = (spare, rank, score, catalog.depth[pages], pages)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def _is_spare(self, pages: PageIds) -> np.ndarray:
@@ -206,7 +210,7 @@ class _Cells:
     Memoryviews: reading one cell of an array takes them a third of the time it takes numpy.
     """
 
-    __slots__ = ("_children", "_depth", "_pins", "_score", "_spare", "_state", "parent")
+    __slots__ = ("_children", "_depth", "_pins", "_rank", "_score", "_spare", "_state", "parent")
 
     def __init__(self, catalog: Catalog, tier: Tier, spare_first: bool) -> None:
         columns = catalog.tiers[tier]
@@ -214,6 +218,7 @@ class _Cells:
         self._children = columns.resident_children.data
         self._score = columns.score.data
         self._pins = catalog.pins.data
+        self._rank = catalog.rank.data
         self._depth = catalog.depth.data
         self.parent = catalog.parent.data
         self._spare = [
@@ -229,7 +234,7 @@ class _Cells:
 
     def entry(self, page: int) -> Entry:
         spare = bool(self._spare) and all(state[page] == _READY for state in self._spare)
-        return (spare, -self._score[page], self._depth[page], page)
+        return (spare, -self._rank[page], -self._score[page], self._depth[page], page)
 
 
 def lowest(keys: Sequence[np.ndarray], count: int) -> np.ndarray:

@@ -65,12 +65,6 @@ class S3Fifo(Indifferent):
             self._choose_queue()
         return self._scores(pages)
 
-    @property
-    def at_once(self) -> int:
-        """As many as the small queue is over its share."""
-        excess = self._small_count - self._most_small
-        return excess if excess > 0 else 1 << 30
-
     def on_evict(self, pages: PageIds) -> None:
         for page in pages[self._small[pages]].tolist():
             self._ghosts.put(int(self._name[page]), 1.0)
@@ -101,7 +95,9 @@ class S3Fifo(Indifferent):
         return self._place[pages] + np.where(first, ONCE, 0.0)
 
     def _choose_queue(self) -> None:
-        small_first = self._small_count > self._most_small
+        excess = self._small_count - self._most_small
+        small_first = excess > 0
+        self.at_once = excess if small_first else Indifferent.at_once
         if small_first is not self._small_first:
             self._small_first = small_first
             self.epoch += 1

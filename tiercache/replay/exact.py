@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 
 from tiercache.cache import TierCache, TierLimits
 from tiercache.clock import ManualClock
 from tiercache.lease import Lease
+from tiercache.replay.knowledge import Knowledge
 from tiercache.replay.optimum import NextUses, Optimum
 from tiercache.replay.result import ReplayResult
 from tiercache.replay.rig import NAMESPACE, SPARE_SLOTS, as_prompt, build_cache
@@ -29,18 +29,6 @@ from tiercache.replay.trace import Trace
 from tiercache.types import Tier
 
 OPTIMUM = "optimum"
-
-
-class Knowledge(Protocol):
-    """What a replay tells the cache beyond the requests themselves."""
-
-    def before(self, cache: TierCache, request: int) -> None: ...
-
-    def after(self, cache: TierCache, request: int, lease: Lease) -> None:
-        """The request's blocks are all inserted; its lease is still open."""
-        ...
-
-    def facts(self) -> dict[str, Any]: ...
 
 
 def replay_exact(

@@ -30,7 +30,8 @@ class NextUses:
     def of(cls, trace: Trace) -> NextUses:
         requests = np.repeat(np.arange(trace.request_count, dtype=np.int32), np.diff(trace.starts))
         order = np.lexsort((requests, trace.blocks))
-        again = trace.blocks[order][1:] == trace.blocks[order][:-1]
+        blocks = trace.blocks[order]
+        again = blocks[1:] == blocks[:-1]
         nexts = np.full(trace.reference_count, NEVER, np.int32)
         nexts[order[:-1][again]] = requests[order[1:][again]]
         return cls(trace.starts, nexts)

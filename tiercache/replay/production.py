@@ -19,7 +19,7 @@ import numpy as np
 from tiercache.cache import TierCache, TierLimits
 from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease
-from tiercache.replay.exact import Knowledge
+from tiercache.replay.knowledge import Knowledge
 from tiercache.replay.result import ReplayResult
 from tiercache.replay.rig import NAMESPACE, SPARE_SLOTS, as_prompt, build_cache
 from tiercache.replay.trace import Trace
