@@ -19,7 +19,7 @@ from tiercache.types import PageIds
 if TYPE_CHECKING:
     from tiercache.policies import PolicySettings
 
-LEAST_SHADOW_PAGES = 256
+LEAST_SHADOW_PAGES = 1024
 """A sample is taken only as far as this many pages are left in the shadows."""
 
 MOST_HALVINGS = 5
@@ -41,7 +41,7 @@ class Auto(Indifferent):
 
     def __init__(self, settings: PolicySettings) -> None:
         self.epoch = 0
-        self.leader = "lru"
+        self.leader = "lru2"
         self._lru2 = Lru2(settings)
         halvings = 0
         while halvings < MOST_HALVINGS and settings.capacity_pages >> (halvings + 1) >= (
