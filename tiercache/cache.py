@@ -361,7 +361,9 @@ class TierCache:
             queue = self.writes.get(one.move.target)
             if queue is not None and one.move.source < one.move.target:
                 queue.settle(one)
+                self.room.finish_demotion(one.arrived)
             for page in one.failed.tolist():
+                self.room.give_up_demotion(page)
                 self.forget_if_gone(page)
         if settled:
             self.reap()
@@ -593,6 +595,7 @@ class TierCache:
 
     def _forget_wishes(self, page: int) -> None:
         self.moves.holes.discard(page)
+        self.room.give_up_demotion(page)
         for victims in self.queues.values():
             victims.policy.forget(page)
         for queue in self.writes.values():

@@ -42,6 +42,7 @@ class RoomMaker:
         self._demote = demote
         self._forget = forget
         self._slowest = max(catalog.tiers)
+        self._demoting: dict[int, Tier] = {}
 
     def make(self, tier: Tier, pages: int) -> Room:
         """Tries to have `pages` free slots on `tier`.
@@ -106,11 +107,28 @@ class RoomMaker:
             self._leave(tier, pages)
             self._count(tier, EvictOutcome.COPY_ELSEWHERE, 1)
         elif self._demote(tier, page):
+            self._demoting[page] = tier
             return False
         else:
             self._leave(tier, pages)
             self._lose(tier, pages)
         return True
+
+    def finish_demotion(self, pages: PageIds) -> None:
+        """Copies of `pages` have arrived on a slower tier: those written to leave a tier leave it.
+
+        At once, since the slower tier may give such a copy up again the next moment; what was
+        taken up again meanwhile stays.
+        """
+        for page in pages.tolist():
+            tier = self._demoting.pop(page, None)
+            if tier is not None and self._catalog.is_evictable(tier, page):
+                self._leave(tier, np.array([page], np.int32))
+                self._count(tier, EvictOutcome.COPY_ELSEWHERE, 1)
+
+    def give_up_demotion(self, page: int) -> None:
+        """The page could not be written down, or is no more."""
+        self._demoting.pop(page, None)
 
     def _lose(self, tier: Tier, pages: PageIds) -> None:
         """These had no other copy."""
