@@ -136,6 +136,16 @@ def replay(
     arrivals: Annotated[
         Path | None, typer.Option(help="Another trace whose arrival times are used.")
     ] = None,
+    announce: Annotated[int, typer.Option(help="Requests known before they are served.")] = 0,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Say of every block whether it will be used again.")
+    ] = False,
+    wrong_hints: Annotated[
+        float, typer.Option(help="Share of requests whose hints are wrong in their deeper half.")
+    ] = 0.3,
+    gate_hints: Annotated[
+        bool, typer.Option(help="Believe hints only while they prove right.")
+    ] = True,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Count unusable records instead of stopping.")
     ] = False,
@@ -157,6 +167,10 @@ def replay(
             trace_format=trace_format,
             session_starts=session_starts,
             arrivals=arrivals,
+            announce=announce,
+            hints=hints,
+            wrong_hints=wrong_hints,
+            gate_hints=gate_hints,
             skip_bad=skip_bad,
             json_path=json_path,
             progress=progress,

@@ -19,6 +19,7 @@ from rich.table import Table
 from tiercache.errors import ConfigError
 from tiercache.policy_names import POLICY_MODULES, unknown_policy
 from tiercache.replay.exact import OPTIMUM, replay_exact
+from tiercache.replay.knowledge import AnnounceAhead, Knowledge, OracleHints
 from tiercache.replay.production import replay_production
 from tiercache.replay.readers import TraceFormat, read_trace
 from tiercache.replay.result import ReplayResult, gap_recovered, parse_capacity
@@ -33,7 +34,11 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Everything the command line can say. `stack` replaces policies and capacity."""
+    """Everything the command line can say. `stack` replaces policies and capacity.
+
+    `announce` is how many requests are known before they are served; `hints` says of every block
+    whether it returns, of which the share `wrong_hints` of requests is half wrong.
+    """
 
     trace: Path
     policies: tuple[str, ...] = ("lru",)
@@ -43,6 +48,10 @@ class ReplayOptions:
     trace_format: str | None = None
     session_starts: Path | None = None
     arrivals: Path | None = None
+    announce: int = 0
+    hints: bool = False
+    wrong_hints: float = 0.3
+    gate_hints: bool = True
     skip_bad: bool = False
     json_path: str | None = None
     progress: bool = True
@@ -79,6 +88,14 @@ def _format(options: ReplayOptions) -> TraceFormat | None:
 
 
 def _check_policies(options: ReplayOptions) -> None:
+    if options.announce and options.hints:
+        raise ConfigError("--announce and --hints are two ways to know the future; give one")
+    if options.announce < 0:
+        raise ConfigError(f"--announce: should be 0 or more requests, not {options.announce}")
+    if not 0 <= options.wrong_hints <= 1:
+        raise ConfigError(
+            f"--wrong-hints: should be a share from 0 to 1, not {options.wrong_hints}"
+        )
     for policy in options.policies:
         if policy == OPTIMUM and _mode(options) is Mode.PRODUCTION:
             raise ConfigError("the optimum is defined for --mode exact only")
@@ -115,13 +132,31 @@ def _replay_one(trace: Trace, options: ReplayOptions, policy: str) -> ReplayResu
         return _replay_production(trace, options, one_tier(options.capacity, policy))
     capacity_pages = parse_capacity(options.capacity, trace.unique_blocks)
     with _progress(options, trace, policy) as bar:
-        return replay_exact(trace, policy, capacity_pages, progress=bar)
+        return replay_exact(
+            trace,
+            policy,
+            capacity_pages,
+            knowledge=_knowledge(trace, options, policy),
+            progress=bar,
+        )
 
 
 def _replay_production(trace: Trace, options: ReplayOptions, stack: Stack) -> ReplayResult:
     limits = limits_of(stack, trace.unique_blocks)
     with _progress(options, trace, limits[min(limits)].policy) as bar:
-        return replay_production(trace, limits, progress=bar)
+        knowledge = _knowledge(trace, options, "")
+        return replay_production(trace, limits, knowledge=knowledge, progress=bar)
+
+
+def _knowledge(trace: Trace, options: ReplayOptions, policy: str) -> Knowledge | None:
+    """A fresh one for each replay. The optimum knows everything already."""
+    if policy == OPTIMUM:
+        return None
+    if options.announce:
+        return AnnounceAhead(trace, options.announce)
+    if options.hints:
+        return OracleHints(trace, wrong_share=options.wrong_hints, gated=options.gate_hints)
+    return None
 
 
 class _Bar:
