@@ -222,6 +222,8 @@ def _expected_pins(cache: TierCache) -> dict[int, int]:
         pins.update(lease.path.tolist())
     for move in cache.moves.moves():
         pins.update(move.pages.tolist())
+    for pin in cache.retention.pins:
+        pins.update(pin.pages)
     return pins
 
 
