@@ -34,6 +34,7 @@ from tiercache.moves import MoveBook
 from tiercache.names import chain_names, root_name
 from tiercache.pending import PendingPrefixes
 from tiercache.policies import PolicySettings, make_policy
+from tiercache.retention import Retention
 from tiercache.room import RoomMaker
 from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_format import PageRecord
@@ -133,6 +134,9 @@ class TierCache:
         }
         kept_pages = max(limits.kept_pages for limits in settings.tiers.values())
         self.wishes = Wishes(self.catalog, HintGates(kept_pages), self._rank_fell)
+        self.retention = Retention(
+            self.catalog, self.wishes, self.clock, stored=self._stored, unpin=self._unpin
+        )
         self.room = RoomMaker(
             self.catalog,
             self.queues,
@@ -356,6 +360,7 @@ class TierCache:
 
     def tick(self) -> bool:
         """Enters what workers have finished, writes down, evicts ahead. True if anything ended."""
+        self.retention.expire()
         settled = self.moves.drain()
         for one in settled:
             queue = self.writes.get(one.move.target)
@@ -382,6 +387,7 @@ class TierCache:
         """Makes everything stored so far unreachable. Pinned pages go when their holders do."""
         assert generation > self.generation
         self.generation = generation
+        self.retention.release_all()
         self.reap()
 
     def detach_disk(self) -> None:

@@ -7,7 +7,8 @@
     │   ├── TierUnavailable  the medium cannot be used at all right now
     │   └── PageCorrupt      bytes came back that are not the ones that were stored
     ├── CodecError           the stored form cannot be turned back into a page
-    └── LeaseError           the caller: a lease was used after its end, or twice
+    ├── LeaseError           the caller: a lease was used after its end, or twice
+    └── RetentionError       the caller: a pin or a priority that cannot be honoured
 
 "No room" and "not found" are ordinary return values of the cache, not errors.
 """
@@ -43,3 +44,7 @@ class CodecError(TierCacheError):
 
 class LeaseError(TierCacheError):
     """A lease was used outside its life."""
+
+
+class RetentionError(TierCacheError):
+    """A pin, a priority or a time that cannot be honoured. The message has the figures."""

@@ -104,6 +104,7 @@ class Wishes:
         catalog = self._catalog
         catalog.will_return[pages] = int(WillReturn.UNKNOWN)
         catalog.priority[pages] = USUAL_PRIORITY
+        catalog.prioritised_by[pages] = 0
         catalog.wanted[pages] = self._first_wanting(names.tolist()) if self._queued else 0
         self._rank(pages)
         if opened:
