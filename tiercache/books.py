@@ -25,11 +25,13 @@ def account_prompt(
     `BEING_COMPUTED`, for pages that somebody else was computing and that were not waited for.
     """
     hits: Counter[Tier] = Counter()
+    used_pages = int(sources.size)
     for tier in Tier:
+        if hits.total() == used_pages * page_tokens:
+            break
         tokens = int(np.count_nonzero(sources == int(tier))) * page_tokens
         if tokens:
             hits[tier] = tokens
-    used_pages = int(sources.size)
     full_pages = prompt_tokens // page_tokens
     matched_pages = int(match.pages.size) if match else 0
     misses: Counter[MissReason] = Counter()

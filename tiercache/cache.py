@@ -98,6 +98,7 @@ class TierCache:
         self.tree = Tree(self.page_tokens)
         self.catalog = Catalog({t: limits.capacity_pages for t, limits in settings.tiers.items()})
         self.catalog.on_evictable = self._on_evictable
+        self.tree.reserve(self.catalog.rows)
         self.pending = PendingPrefixes(self.page_tokens)
         self.leases: dict[int, Lease] = {}
         self.disk_detached = False
@@ -263,18 +264,16 @@ class TierCache:
         first, upto = self.insertable(lease, computed_tokens)
         if upto <= first:
             return 0
-        tokens = lease.tokens.view(0, upto * self.page_tokens)
-        self.tree.ensure_root(lease.namespace, lease.generation)
-        match = self.tree.match(lease.namespace, lease.generation, tokens)
-        assert match is not None
-        assert match.pages.size >= first, "a pinned path cannot leave the tree"
-        for index in range(first, int(match.pages.size)):
-            self._adopt(lease, index, int(match.pages[index]))
-        added = lease.page_range(int(match.pages.size), upto)
+        tokens = lease.tokens.view(first * self.page_tokens, upto * self.page_tokens)
+        match = self._match_behind(lease, first, tokens)
+        stored = first + int(match.pages.size)
+        for index, page in enumerate(match.pages.tolist(), start=first):
+            self._adopt(lease, index, page)
+        added = lease.page_range(stored, upto)
         if added.size:
-            parent = int(lease.pages[match.pages.size - 1]) if match.pages.size else NO_PAGE
-            self.tree.extend(match, tokens[match.pages.size * self.page_tokens :], added)
-            self.catalog.attach(added, parent, int(match.pages.size))
+            parent = int(lease.pages[stored - 1]) if stored else NO_PAGE
+            self.tree.extend(match, tokens[(stored - first) * self.page_tokens :], added)
+            self.catalog.attach(added, parent, stored)
             self.enter(lease.namespace, lease.generation, added)
             self.catalog.pin(added)
             self.catalog.commit(Tier.DEVICE, added)
@@ -447,11 +446,10 @@ class TierCache:
         removed = self.tree.remove_leaves(bare) if bare.size else bare
         if not removed.size:
             return
-        parents = np.unique(self.catalog.parent[removed])
+        parents = set(self.catalog.parent[removed].tolist()).difference(removed.tolist())
         self.catalog.forget_all(removed)
-        for page in removed.tolist():
-            self._forget_wishes(page)
-        for page in parents.tolist():
+        self._forget_wishes(removed)
+        for page in parents:
             self.forget_if_gone(page)
 
     def _name_of(self, page: int, namespace: bytes, generation: int) -> int:
@@ -500,12 +498,11 @@ class TierCache:
     ) -> tuple[PageIds, np.ndarray]:
         """The matched pages a request can use, and the value of each one's fastest READY tier.
 
-        No holes, and never the prompt's last token. Ids come as intp: numpy would otherwise
-        convert them for each of the dozen columns that acquire and release look at.
+        No holes, and never the prompt's last token.
         """
         if match is None:
             return np.empty(0, np.intp), np.empty(0, np.int8)
-        pages = match.pages[: (tokens.size - 1) // self.page_tokens].astype(np.intp)
+        pages = match.pages[: (tokens.size - 1) // self.page_tokens]
         fastest = self.catalog.fastest_ready(pages)
         unusable = fastest != int(Tier.DEVICE) if not fetch else fastest < 0
         if unusable.any():
@@ -538,6 +535,15 @@ class TierCache:
         own = self.catalog.new_pages(pages)
         self.catalog.begin_fill(Tier.DEVICE, own)
         lease.pages = np.concatenate((lease.pages, own))
+
+    def _match_behind(self, lease: Lease, first: int, tokens: Tokens) -> Match:
+        """What is stored of `tokens`, which follow the lease's first `first` pages in the tree."""
+        if first:
+            return self.tree.match_on(int(lease.pages[first - 1]), tokens)
+        self.tree.ensure_root(lease.namespace, lease.generation)
+        match = self.tree.match(lease.namespace, lease.generation, tokens)
+        assert match is not None
+        return match
 
     def _adopt(self, lease: Lease, index: int, stored: int) -> None:
         """Page `index` of the lease is in the tree already, as `stored`: goes on with that one.
@@ -597,15 +603,18 @@ class TierCache:
     def _forget(self, page: int) -> None:
         self.tree.remove_last(page)
         self.catalog.forget(page)
-        self._forget_wishes(page)
+        self._forget_wishes(np.array([page], np.int32))
 
-    def _forget_wishes(self, page: int) -> None:
-        self.moves.holes.discard(page)
-        self.room.give_up_demotion(page)
+    def _forget_wishes(self, pages: PageIds) -> None:
+        forgotten = pages.tolist()
+        self.moves.holes.difference_update(forgotten)
+        for page in forgotten:
+            self.room.give_up_demotion(page)
         for victims in self.queues.values():
-            victims.policy.forget(page)
+            victims.policy.forget(pages)
         for queue in self.writes.values():
-            queue.forget(page)
+            for page in forgotten:
+                queue.forget(page)
 
     def _record(self, page: int) -> PageRecord:
         namespace, generation = self.tree.root_name(page)

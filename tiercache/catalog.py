@@ -26,136 +26,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from tiercache.columns import NO_SLOT, FreeIds, TierColumns, grown
 from tiercache.keys import KEY_BYTES
 from tiercache.types import NO_PAGE, PageIds, Slots, SlotState, Tier
 
 USUAL_PRIORITY = 50
 """Of a page of which nobody said anything; see `wishes`."""
 
-_NO_SLOT = -1
 _FREE, _FILLING, _READY, _RETIRING = (int(state) for state in SlotState)
 
 EvictableHook = Callable[[Tier, PageIds], None]
 """Told which pages may just have become evictable on a tier. May be told too much."""
-
-
-class FreeIds:
-    """Numbers below `limit` that nobody uses: those given back, last in first out, then new ones.
-
-    Taking or giving n is one slice. Only what was given back takes memory.
-    """
-
-    __slots__ = ("_given", "_given_count", "_new", "limit")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._new = 0
-        self._given = np.empty(64, np.int32)
-        self._given_count = 0
-
-    def __len__(self) -> int:
-        return self._given_count + self.limit - self._new
-
-    @property
-    def nbytes(self) -> int:
-        return self._given.nbytes
-
-    def take(self, count: int) -> Slots:
-        """`count` free numbers, int32. There have to be as many."""
-        assert count <= len(self)
-        again = min(count, self._given_count)
-        self._given_count -= again
-        new = self._new
-        self._new += count - again
-        taken = np.empty(count, np.int32)
-        taken[:again] = self._given[self._given_count : self._given_count + again][::-1]
-        taken[again:] = np.arange(new, self._new, dtype=np.int32)
-        return taken
-
-    def give(self, ids: Slots) -> None:
-        """Takes back numbers that were taken."""
-        count = self._given_count + ids.size
-        if count > self._given.size:
-            grown = np.empty(max(count, 2 * self._given.size), np.int32)
-            grown[: self._given_count] = self._given[: self._given_count]
-            self._given = grown
-        self._given[self._given_count : count] = ids
-        self._given_count = count
-
-    def sorted(self) -> np.ndarray:
-        """All free numbers, ascending."""
-        given = self._given[: self._given_count]
-        return np.sort(np.concatenate((given, np.arange(self._new, self.limit))))
-
-
-class TierColumns:
-    """One tier's share of the catalog: columns by page id, and the pool's cells by slot.
-
-    `slot_counts` has the number of slots by the value of their state.
-    """
-
-    __slots__ = (
-        "free_slots",
-        "resident_children",
-        "score",
-        "slot",
-        "slot_counts",
-        "slot_page",
-        "slot_state",
-        "state",
-        "tier",
-    )
-
-    def __init__(self, tier: Tier, capacity_pages: int, rows: int) -> None:
-        self.tier = tier
-        self.slot = np.full(rows, _NO_SLOT, np.int32)
-        self.state = np.zeros(rows, np.uint8)
-        self.score = np.zeros(rows, np.float64)
-        self.resident_children = np.zeros(rows, np.int32)
-        self.slot_page = np.full(capacity_pages, NO_PAGE, np.int32)
-        self.slot_state = np.zeros(capacity_pages, np.uint8)
-        self.slot_counts = [capacity_pages, 0, 0, 0]
-        self.free_slots = FreeIds(capacity_pages)
-
-    @property
-    def capacity_pages(self) -> int:
-        return int(self.slot_page.size)
-
-    @property
-    def free_count(self) -> int:
-        return self.slot_counts[_FREE]
-
-    @property
-    def retiring_count(self) -> int:
-        return self.slot_counts[_RETIRING]
-
-    def count(self, source: int, target: int, slots: int) -> None:
-        """`slots` slots go from one state to another."""
-        self.slot_counts[source] -= slots
-        self.slot_counts[target] += slots
-
-    @property
-    def nbytes(self) -> int:
-        by_page = (self.slot, self.state, self.score, self.resident_children)
-        by_slot = (self.slot_page, self.slot_state, self.free_slots)
-        return sum(column.nbytes for column in (*by_page, *by_slot))
-
-    def grow(self, rows: int) -> None:
-        self.slot = _grown(self.slot, rows, _NO_SLOT)
-        self.state = _grown(self.state, rows, 0)
-        self.score = _grown(self.score, rows, 0)
-        self.resident_children = _grown(self.resident_children, rows, 0)
-
-    def is_resident(self, pages: PageIds) -> np.ndarray:
-        """Boolean mask over `pages`: which have a FILLING or READY copy here."""
-        resident: np.ndarray = self.state[pages] != _FREE
-        return resident
-
-
-def _grown(column: np.ndarray, rows: int, fill: int) -> np.ndarray:
-    grown = np.full((rows, *column.shape[1:]), fill, column.dtype)
-    grown[: column.shape[0]] = column
-    return grown
 
 
 class Catalog:
@@ -192,8 +73,13 @@ class Catalog:
     # Rows
 
     @property
+    def rows(self) -> int:
+        """Pages there is room for before the columns have to grow."""
+        return int(self.live.size)
+
+    @property
     def page_count(self) -> int:
-        return self.live.size - len(self._free_rows)
+        return self.rows - len(self._free_rows)
 
     def new_pages(self, count: int) -> PageIds:
         """Ids of `count` new rows: no copies, no pins, not in the tree."""
@@ -214,9 +100,9 @@ class Catalog:
 
     def forget_all(self, pages: PageIds) -> None:
         """Gives rows back, under the same conditions."""
-        assert self.live[pages].all()
-        assert not self.pins[pages].any()
-        assert not any(columns.is_resident(pages).any() for columns in self.tiers.values())
+        assert np.count_nonzero(self.live[pages]) == pages.size
+        assert not np.count_nonzero(self.pins[pages])
+        assert not any(np.count_nonzero(c.state[pages]) for c in self.tiers.values())
         self.live[pages] = False
         self.parent[pages] = NO_PAGE
         self._free_rows.give(pages)
@@ -238,8 +124,9 @@ class Catalog:
     def nbytes(self) -> int:
         """Bytes of all columns, unused rows included."""
         columns = (self.pins, self.depth, self.hits, self.last_use_seconds, self.parent)
-        mine = (*columns, self.key, self.live, self._free_rows)
-        return sum(column.nbytes for column in (*mine, *self.tiers.values()))
+        mine = sum(column.nbytes for column in (*columns, self.key, self.live))
+        tiers = sum(columns.nbytes for columns in self.tiers.values())
+        return mine + self._free_rows.nbytes + tiers
 
     def copies(self, page: int) -> tuple[Tier, ...]:
         """Tiers on which the page is resident (FILLING or READY), fastest first."""
@@ -259,12 +146,13 @@ class Catalog:
 
     def fastest_ready(self, pages: PageIds) -> np.ndarray:
         """int8 per page: value of the fastest tier with a READY copy, -1 where there is none."""
-        fastest = np.full(pages.size, -1, np.int8)
-        for tier in self.tiers:
-            missing = fastest < 0
-            if not missing.any():
-                break
-            np.copyto(fastest, int(tier), where=missing & self.ready_on(tier, pages))
+        first, *others = self.tiers
+        ready = self.ready_on(first, pages)
+        fastest = ready.astype(np.int8) * np.int8(first + 1) - np.int8(1)
+        if np.count_nonzero(ready) == pages.size:
+            return fastest
+        for tier in reversed(others):
+            fastest[self.ready_on(tier, pages) & ~ready] = tier
         return fastest
 
     def ready_elsewhere(self, tier: Tier, pages: PageIds) -> np.ndarray:
@@ -277,7 +165,10 @@ class Catalog:
 
     def has_copy(self, pages: PageIds) -> np.ndarray:
         """Boolean mask over `pages`: which are resident (FILLING or READY) on any tier."""
-        return np.logical_or.reduce([c.is_resident(pages) for c in self.tiers.values()])
+        resident = np.zeros(pages.size, np.bool_)
+        for columns in self.tiers.values():
+            resident |= columns.is_resident(pages)
+        return resident
 
     # Transitions of copies. Each asserts what it needs.
 
@@ -285,7 +176,7 @@ class Catalog:
         """FREE → FILLING for one slot per page. The caller made sure that slots are free."""
         columns = self.tiers[tier]
         assert columns.free_count >= pages.size, f"{tier.label} has no room for {pages.size} pages"
-        assert not columns.state[pages].any(), "a page has one copy per tier"
+        assert not np.count_nonzero(columns.state[pages]), "a page has one copy per tier"
         slots = columns.free_slots.take(pages.size)
         columns.slot[pages] = slots
         columns.state[pages] = _FILLING
@@ -316,7 +207,7 @@ class Catalog:
         ready = int(np.count_nonzero(state == _READY))
         assert ready + np.count_nonzero(state == _FILLING) == pages.size
         slots = columns.slot[pages]
-        columns.slot[pages] = _NO_SLOT
+        columns.slot[pages] = NO_SLOT
         columns.state[pages] = _FREE
         columns.slot_page[slots] = NO_PAGE
         columns.slot_state[slots] = _RETIRING
@@ -328,7 +219,7 @@ class Catalog:
     def free_retired(self, tier: Tier, slots: Slots) -> None:
         """RETIRING → FREE, once no worker and no reader can touch the slots."""
         columns = self.tiers[tier]
-        assert (columns.slot_state[slots] == _RETIRING).all()
+        assert np.count_nonzero(columns.slot_state[slots] == _RETIRING) == slots.size
         columns.slot_state[slots] = _FREE
         columns.count(_RETIRING, _FREE, slots.size)
         columns.free_slots.give(slots)
@@ -342,7 +233,7 @@ class Catalog:
         columns.count(int(columns.state[giver]), _READY, 1)
         pair = np.array([giver, taker], np.int32)
         self._count_children(columns, pair[:1], -1)
-        columns.slot[giver], columns.state[giver] = _NO_SLOT, _FREE
+        columns.slot[giver], columns.state[giver] = NO_SLOT, _FREE
         columns.slot[taker], columns.state[taker] = slot, _READY
         columns.slot_page[slot], columns.slot_state[slot] = taker, _READY
         self._count_children(columns, pair[1:], +1)
@@ -359,8 +250,8 @@ class Catalog:
         """Takes one pin of each of `pages`, of which each occurs once."""
         pins = self.pins[pages] - 1
         self.pins[pages] = pins
-        assert not (pins < 0).any(), "I5 a page was unpinned more often than pinned"
-        loose = pages[pins == 0] if pins.any() else pages
+        assert not np.count_nonzero(pins < 0), "I5 a page was unpinned more often than pinned"
+        loose = pages[pins == 0] if np.count_nonzero(pins) else pages
         self.pinned_count -= loose.size
         if loose.size:
             for tier in self.tiers:
@@ -378,22 +269,26 @@ class Catalog:
 
     def evictable_among(self, tier: Tier, pages: PageIds) -> PageIds:
         """Those of `pages` that may leave `tier` right now."""
-        columns = self.tiers[tier]
-        pages = pages[columns.state[pages] == _READY]
-        held = self.pins[pages] | columns.resident_children[pages]
-        loose: PageIds = pages[held == 0]
-        return loose
+        return self._loose(tier, pages[self.tiers[tier].state[pages] == _READY])
 
     def evictable(self, tier: Tier) -> PageIds:
-        """Pages that may leave `tier` right now, found by one scan of its slots."""
-        columns = self.tiers[tier]
-        return self.evictable_among(tier, columns.slot_page[columns.slot_state == _READY])
+        """Pages that may leave `tier` right now, found by one scan of its slots; intp."""
+        return self._loose(tier, self._ready(tier))
 
     def unpinned_ready(self, tier: Tier) -> PageIds:
         """READY, unpinned pages of `tier`: what could leave if its children left first."""
-        columns = self.tiers[tier]
-        pages = columns.slot_page[columns.slot_state == _READY]
+        pages = self._ready(tier)
         loose: PageIds = pages[self.pins[pages] == 0]
+        return loose
+
+    def _ready(self, tier: Tier) -> PageIds:
+        columns = self.tiers[tier]
+        ready: PageIds = columns.slot_page[columns.slot_state == _READY].astype(np.intp)
+        return ready
+
+    def _loose(self, tier: Tier, ready: PageIds) -> PageIds:
+        held = self.pins[ready] | self.tiers[tier].resident_children[ready]
+        loose: PageIds = ready[held == 0]
         return loose
 
     def has_unpinned_ready(self, tier: Tier, pages: int) -> bool:
@@ -408,20 +303,20 @@ class Catalog:
 
     def _grow_rows(self, missing: int) -> None:
         rows = self.live.size + max(missing, self.live.size // 2)
-        self.pins = _grown(self.pins, rows, 0)
-        self.depth = _grown(self.depth, rows, 0)
-        self.hits = _grown(self.hits, rows, 0)
-        self.last_use_seconds = _grown(self.last_use_seconds, rows, 0)
-        self.key = _grown(self.key, rows, 0)
-        self.parent = _grown(self.parent, rows, NO_PAGE)
-        self.name = _grown(self.name, rows, 0)
-        self.rank = _grown(self.rank, rows, 0)
-        self.wanted = _grown(self.wanted, rows, 0)
-        self.priority = _grown(self.priority, rows, USUAL_PRIORITY)
-        self.prioritised_by = _grown(self.prioritised_by, rows, 0)
-        self.will_return = _grown(self.will_return, rows, 0)
-        self.gate = _grown(self.gate, rows, 0)
-        self.live = _grown(self.live, rows, 0)
+        self.pins = grown(self.pins, rows, 0)
+        self.depth = grown(self.depth, rows, 0)
+        self.hits = grown(self.hits, rows, 0)
+        self.last_use_seconds = grown(self.last_use_seconds, rows, 0)
+        self.key = grown(self.key, rows, 0)
+        self.parent = grown(self.parent, rows, NO_PAGE)
+        self.name = grown(self.name, rows, 0)
+        self.rank = grown(self.rank, rows, 0)
+        self.wanted = grown(self.wanted, rows, 0)
+        self.priority = grown(self.priority, rows, USUAL_PRIORITY)
+        self.prioritised_by = grown(self.prioritised_by, rows, 0)
+        self.will_return = grown(self.will_return, rows, 0)
+        self.gate = grown(self.gate, rows, 0)
+        self.live = grown(self.live, rows, 0)
         for columns in self.tiers.values():
             columns.grow(rows)
         self._free_rows.limit = rows

@@ -188,7 +188,7 @@ class VictimQueue:
     def _keys(self, pages: PageIds) -> list[np.ndarray]:
         """What to sort by, most significant first, lowest leaving first."""
         score = self._columns.score[pages]
-        keys = [self._catalog.rank[pages], score, -self._catalog.depth[pages]]
+        keys: list[np.ndarray] = [self._catalog.rank[pages], score, -self._catalog.depth[pages]]
         return [~self._is_spare(pages), *keys] if self._spare_first else keys
 
     def _entries_of(self, pages: PageIds) -> list[Entry]:

@@ -175,7 +175,7 @@ def snapshot(cache: TierCache) -> CacheSnapshot:
         namespaces=len(cache.tree.roots),
         nodes=cache.tree.node_count,
         pages=cache.catalog.page_count,
-        pinned_pages=int(np.count_nonzero(cache.catalog.pins)),
+        pinned_pages=cache.catalog.pinned_count,
         open_leases=len(cache.leases),
         open_moves=len(cache.moves.open),
         tiers=tuple(_tier_snapshot(cache, tier) for tier in cache.settings.tiers),

@@ -64,6 +64,56 @@ def test_a_growing_sequence_stays_one_node() -> None:
     assert tree.check() == []
 
 
+def test_a_node_gives_the_buffer_back_that_it_does_not_need() -> None:
+    tree = Tree(page_tokens=1)
+    path = np.array(insert(tree, np.arange(1000, dtype=np.int32), list(range(1000))), np.int32)
+    before = tree.buffer_bytes
+    insert(tree, np.array([*range(500), -1], np.int32), [1000])
+    assert tree.buffer_bytes == before + 2 * 4, "a split leaves nothing unused behind"
+    (head,) = tree.ensure_root(NAMESPACE, 0).children.values()
+    assert head.shared_buffer is not None
+    tree.remove_leaves(path[:499:-1])
+    assert head.shared_buffer is None, "the tail is gone, and with it the buffer for both"
+    assert tree.buffer_bytes == 501 * 2 * 4
+    tree.remove_last(1000)
+    tree.remove_leaves(path[499:100:-1])
+    assert tree.page_count == 101
+    assert tree.buffer_bytes <= 4 * 101 * 2 * 4
+
+
+def test_leaves_go_in_the_order_given_as_far_as_they_are_leaves() -> None:
+    tree = Tree(page_tokens=1)
+    insert(tree, tokens_of(1, 2, 3, 4), [10, 11, 12, 13])
+    insert(tree, tokens_of(1, 2, 9), [14])
+
+    removed = tree.remove_leaves(np.array([13, 12, 11, 10, 14, 11], np.int32))
+
+    assert removed.tolist() == [13, 12, 14, 11], "11 had a child at its first turn"
+    assert tree.page_count == 1
+    assert tree.check() == []
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=8),
+    st.lists(st.integers(0, 2), max_size=16),
+)
+def test_a_walk_that_goes_on_from_a_page_ends_where_the_whole_walk_ends(
+    page_tokens: int, prompts: list[list[int]], query: list[int]
+) -> None:
+    tree = Tree(page_tokens)
+    for serial, prompt in enumerate(prompts):
+        insert(tree, np.array(prompt, np.int32), list(range(20 * serial, 20 * serial + 20)))
+    tokens = np.array(query, np.int32)
+    whole = tree.match(NAMESPACE, 0, tokens)
+    for index, page in enumerate(whole.pages.tolist() if whole else []):
+        assert whole is not None
+        rest = tree.match_on(page, tokens[(index + 1) * page_tokens :])
+        assert rest.pages.tolist() == whole.pages[index + 1 :].tolist()
+        assert (rest.node, rest.node_pages) == (whole.node, whole.node_pages)
+        assert rest.beyond == whole.beyond
+
+
 def test_an_empty_root_is_forgotten() -> None:
     tree = Tree(page_tokens=1)
     insert(tree, tokens_of(1, 2), [10, 11])
@@ -112,6 +162,10 @@ def test_the_tree_matches_what_a_dict_of_prefixes_matches(
         for prefix, page in zip(pages, path, strict=True):
             assert model.setdefault(prefix, page) == page
         assert tree.check() == []
+        for prefix, page in model.items():
+            parent = prefix[:-page_tokens]
+            assert page in tree.children(model[parent]) if parent else True
+            assert tuple(tree.page_at(page).tolist()) == prefix[-page_tokens:]
     while model:
         leaves = [
             prefix

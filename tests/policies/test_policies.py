@@ -88,7 +88,7 @@ def test_lru2_forgets_names_beyond_its_ghosts() -> None:
     for page in (first, second):
         policy.enter(page, page.astype(np.uint64) + 100)
         policy.touch(page)
-        policy.forget(int(page[0]))
+        policy.forget(page)
     policy.enter(first, np.array([100], np.uint64))
     assert policy.touch(first)[0] < 0, "the older one was forgotten"
     policy.enter(second, np.array([101], np.uint64))
@@ -132,7 +132,7 @@ def test_auto_follows_lru2_through_scans_and_returns_to_lru() -> None:
         pages = np.array([page], np.int32)
         policy.enter(pages, np.array([name], np.uint64))
         policy.touch(pages)
-        policy.forget(page)
+        policy.forget(pages)
 
     for _ in range(150):  # forty that come back, a hundred that never do
         for name in range(40):

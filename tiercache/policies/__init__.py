@@ -61,8 +61,8 @@ class Policy(Protocol):
         """The pages left this tier. Their ids may live on elsewhere, and be touched again."""
         ...
 
-    def forget(self, page: int) -> None:
-        """The page is nowhere any more; its id will be used for another."""
+    def forget(self, pages: PageIds) -> None:
+        """The pages are nowhere any more; their ids will be used for others."""
         ...
 
     def reconsider(self, pages: PageIds) -> np.ndarray | None:

@@ -68,8 +68,8 @@ class Auto(Indifferent):
             return self._lru2.last(pages)
         return self._lru2.scores(pages)
 
-    def forget(self, page: int) -> None:
-        self._lru2.forget(page)
+    def forget(self, pages: PageIds) -> None:
+        self._lru2.forget(pages)
 
     def reconsider(self, pages: PageIds) -> np.ndarray | None:
         return self.scores(pages)

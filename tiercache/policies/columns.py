@@ -26,7 +26,7 @@ class Indifferent:
     def on_evict(self, pages: PageIds) -> None:
         """Nothing is remembered of what left."""
 
-    def forget(self, page: int) -> None:
+    def forget(self, pages: PageIds) -> None:
         """Nothing is remembered of what is gone."""
 
     def reconsider(self, pages: PageIds) -> np.ndarray | None:

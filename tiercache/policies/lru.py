@@ -19,7 +19,7 @@ class Lru(Indifferent):
     Parents therefore never score below their children, and leaves come out first.
     """
 
-    def __init__(self, settings: PolicySettings) -> None:
+    def __init__(self, settings: PolicySettings | None = None) -> None:
         self._accesses = 0
 
     def touch(self, pages: PageIds, fresh_from: int = 0) -> np.ndarray:

@@ -61,5 +61,7 @@ class Lru2(Indifferent):
         names: np.ndarray = self._name[pages]
         return names
 
-    def forget(self, page: int) -> None:
-        self._ghosts.put(int(self._name[page]), float(self._last[page]))
+    def forget(self, pages: PageIds) -> None:
+        lasts = self._last[pages].tolist()
+        for name, last in zip(self._name[pages].tolist(), lasts, strict=True):
+            self._ghosts.put(name, last)

@@ -57,8 +57,9 @@ class Slru(Indifferent):
         for page in pages.tolist():
             self._protected.pop(page, None)
 
-    def forget(self, page: int) -> None:
-        self._protected.pop(page, None)
+    def forget(self, pages: PageIds) -> None:
+        for page in pages.tolist():
+            self._protected.pop(page, None)
 
     def reconsider(self, pages: PageIds) -> np.ndarray | None:
         return self._score[pages]

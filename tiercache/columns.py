@@ -1,0 +1,131 @@
+"""The arrays the catalog is made of: one tier's columns, and the numbers nobody uses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiercache.types import NO_PAGE, PageIds, Slots, SlotState, Tier
+
+NO_SLOT = -1
+"""The value of a slot column cell of a page that has no copy on that tier."""
+
+_FREE, _RETIRING = int(SlotState.FREE), int(SlotState.RETIRING)
+
+
+class FreeIds:
+    """Numbers below `limit` that nobody uses: those given back, last in first out, then new ones.
+
+    Taking or giving n is one slice. Only what was given back takes memory.
+    """
+
+    __slots__ = ("_given", "_given_count", "_new", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._new = 0
+        self._given = np.empty(64, np.int32)
+        self._given_count = 0
+
+    def __len__(self) -> int:
+        return self._given_count + self.limit - self._new
+
+    @property
+    def nbytes(self) -> int:
+        return self._given.nbytes
+
+    def take(self, count: int) -> Slots:
+        """`count` free numbers, int32. There have to be as many."""
+        assert count <= len(self)
+        again = min(count, self._given_count)
+        self._given_count -= again
+        new = self._new
+        self._new += count - again
+        taken = np.empty(count, np.int32)
+        taken[:again] = self._given[self._given_count : self._given_count + again][::-1]
+        taken[again:] = np.arange(new, self._new, dtype=np.int32)
+        return taken
+
+    def give(self, ids: Slots) -> None:
+        """Takes back numbers that were taken."""
+        count = self._given_count + ids.size
+        if count > self._given.size:
+            longer = np.empty(max(count, 2 * self._given.size), np.int32)
+            longer[: self._given_count] = self._given[: self._given_count]
+            self._given = longer
+        self._given[self._given_count : count] = ids
+        self._given_count = count
+
+    def sorted(self) -> np.ndarray:
+        """All free numbers, ascending."""
+        given = self._given[: self._given_count]
+        return np.sort(np.concatenate((given, np.arange(self._new, self.limit))))
+
+
+class TierColumns:
+    """One tier's share of the catalog: columns by page id, and the pool's cells by slot.
+
+    `slot_counts` has the number of slots by the value of their state.
+    """
+
+    __slots__ = (
+        "free_slots",
+        "resident_children",
+        "score",
+        "slot",
+        "slot_counts",
+        "slot_page",
+        "slot_state",
+        "state",
+        "tier",
+    )
+
+    def __init__(self, tier: Tier, capacity_pages: int, rows: int) -> None:
+        self.tier = tier
+        self.slot = np.full(rows, NO_SLOT, np.int32)
+        self.state = np.zeros(rows, np.uint8)
+        self.score = np.zeros(rows, np.float64)
+        self.resident_children = np.zeros(rows, np.int32)
+        self.slot_page = np.full(capacity_pages, NO_PAGE, np.int32)
+        self.slot_state = np.zeros(capacity_pages, np.uint8)
+        self.slot_counts = [capacity_pages, 0, 0, 0]
+        self.free_slots = FreeIds(capacity_pages)
+
+    @property
+    def capacity_pages(self) -> int:
+        return int(self.slot_page.size)
+
+    @property
+    def free_count(self) -> int:
+        return self.slot_counts[_FREE]
+
+    @property
+    def retiring_count(self) -> int:
+        return self.slot_counts[_RETIRING]
+
+    def count(self, source: int, target: int, slots: int) -> None:
+        """`slots` slots go from one state to another."""
+        self.slot_counts[source] -= slots
+        self.slot_counts[target] += slots
+
+    @property
+    def nbytes(self) -> int:
+        by_page = (self.slot, self.state, self.score, self.resident_children)
+        columns = (*by_page, self.slot_page, self.slot_state)
+        return sum(column.nbytes for column in columns) + self.free_slots.nbytes
+
+    def grow(self, rows: int) -> None:
+        self.slot = grown(self.slot, rows, NO_SLOT)
+        self.state = grown(self.state, rows, 0)
+        self.score = grown(self.score, rows, 0)
+        self.resident_children = grown(self.resident_children, rows, 0)
+
+    def is_resident(self, pages: PageIds) -> np.ndarray:
+        """Boolean mask over `pages`: which have a FILLING or READY copy here."""
+        resident: np.ndarray = self.state[pages] != _FREE
+        return resident
+
+
+def grown(column: np.ndarray, rows: int, fill: int) -> np.ndarray:
+    longer = np.full((rows, *column.shape[1:]), fill, column.dtype)
+    longer[: column.shape[0]] = column
+    return longer
