@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiercache import inspection
+from tiercache.admission import Admission, AdmissionRule
 from tiercache.books import account_prompt
 from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
@@ -54,6 +55,8 @@ class TierLimits:
     high_watermark: float = 1.0
     low_watermark: float = 0.95
     policy: str = "lru"
+    admission: AdmissionRule = AdmissionRule.ALL
+    write_bytes_per_second: int | None = None
 
     @property
     def kept_pages(self) -> int:
@@ -127,6 +130,7 @@ class TierCache:
                 self.tree,
                 self.moves,
                 self.counters,
+                self._admission(tier),
                 pages_per_move=settings.pages_per_move,
                 open_moves=settings.open_writes,
             )
@@ -201,6 +205,8 @@ class TierCache:
         lease = self._open(namespace, tokens, path, books)
         self._touch(path)
         self.catalog.hits[path] += 1
+        for queue in self.writes.values():
+            queue.used_again(path)
         self._promote(cold)
         lease.awaited = absent
         self._extend_own(lease, int(need - cold.size))
@@ -571,6 +577,17 @@ class TierCache:
         if self.wishes.gates.in_use:
             self.wishes.used(self.catalog.name[path[fresh_from:]])
         self.catalog.last_use_seconds[path] = self.clock.epoch_seconds()
+
+    def _admission(self, tier: Tier) -> Admission:
+        limits = self.settings.tiers[tier]
+        rate = limits.write_bytes_per_second
+        return Admission(
+            self.catalog,
+            self.clock,
+            limits.admission,
+            pages_per_second=None if rate is None else rate / self.settings.layout.page_bytes,
+            pages_per_move=self.settings.pages_per_move,
+        )
 
     def _stored(self, namespace: bytes, tokens: Tokens) -> PageIds:
         match = self.tree.match(namespace, self.generation, tokens)

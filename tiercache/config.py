@@ -147,7 +147,15 @@ class CacheConfig(_Section):
 
     enabled: bool = Field(default=True, description="false computes every prompt in full.")
     page_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens in one page of KV.")
-    policy: PolicyName = Field(default="lru", description="Eviction order of tiers that name none.")
+    policy: PolicyName = Field(
+        default="auto", description="Eviction order of tiers that name none."
+    )
+    ghost_pages: int = Field(
+        default=200_000,
+        ge=0,
+        le=2**28,
+        description="Pages remembered by name after they have gone, per tier, by policies that do.",
+    )
     write_policy: Literal["write_through"] = Field(
         default="write_through", description="When pages are copied to slower tiers."
     )
@@ -172,6 +180,25 @@ class _TierConfig(_Section):
         return self
 
 
+class _SlowerTierConfig(_TierConfig):
+    admission: Literal["all", "second_use"] = Field(
+        default="all",
+        description="Which pages are written here: all, or those a second request has used.",
+    )
+    write_rate_limit: SizeBytes | None = Field(
+        default=None, description="Most bytes a second written here; null for no limit."
+    )
+
+    @field_validator("write_rate_limit")
+    @classmethod
+    def _not_zero(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError(
+                "a limit of 0 would write nothing; switch the tier off with capacity 0"
+            )
+        return value
+
+
 _HIGH = "Share of the capacity, above 0 to 1, at which pages begin to be evicted."
 _LOW = "Share of the capacity, above 0 to 1, down to which an eviction goes."
 
@@ -191,7 +218,7 @@ class DeviceTierConfig(_TierConfig):
         return value
 
 
-class HostTierConfig(_TierConfig):
+class HostTierConfig(_SlowerTierConfig):
     """Copies in the machine's memory."""
 
     capacity: SizeBytes = Field(
@@ -201,7 +228,7 @@ class HostTierConfig(_TierConfig):
     low_watermark: float = Field(default=0.90, gt=0, le=1, description=_LOW)
 
 
-class DiskTierConfig(_TierConfig):
+class DiskTierConfig(_SlowerTierConfig):
     """Copies that survive a restart."""
 
     capacity: SizeBytes = Field(default=8 * GIB, description="Bytes on disk; 0 switches DISK off.")
