@@ -5,7 +5,8 @@
 TRACES is a folder with `mooncake_conversation.jsonl.zst`, `mooncake_synthetic.jsonl.zst`,
 `lmcache_agent_hashed.jsonl.zst` with `agent_session_starts.json`, and, for the section `sessions`,
 `claude_code_sessions.tar.zst`. Sections: exact, announce, hints, production, tiers, page-tokens,
-sessions; all of them by default. Every row is saved as soon as it is known. About 20 minutes on one core.
+sessions; all of them by default. Every row is saved as soon as it is known. About 20 minutes on
+one core.
 """
 
 from __future__ import annotations
