@@ -15,9 +15,10 @@ from engine.engine import Engine, EngineLimits
 from engine.models import LoadedModel, load_model
 from engine.turns import Turns, TurnSettings
 from engine.working_copy import WorkingCopyPool
+from tiercache.admission import AdmissionRule
 from tiercache.cache import MOVE_BYTES, CacheSettings, TierCache, TierLimits
 from tiercache.clock import SystemClock
-from tiercache.config import Config
+from tiercache.config import Config, DeviceTierConfig, DiskTierConfig, HostTierConfig
 from tiercache.errors import ConfigError, TierError
 from tiercache.restore import remember, restore
 from tiercache.sizes import format_size
@@ -94,7 +95,9 @@ def _join(
     )
     clock = SystemClock()
     cache = TierCache(
-        CacheSettings(layout, limits, enabled=config.cache.enabled),
+        CacheSettings(
+            layout, limits, enabled=config.cache.enabled, ghost_pages=config.cache.ghost_pages
+        ),
         transfers,
         store=store,
         disk_health=store,
@@ -178,22 +181,25 @@ def _tier_limits(
                 f"of {layout.page_tokens} tokens ({layout.page_bytes} bytes each); "
                 f"at least {least} are needed"
             )
-        limits[tier] = TierLimits(
-            pages,
-            section.capacity,
-            section.high_watermark,
-            section.low_watermark,
-            section.policy or config.cache.policy,
-        )
+        limits[tier] = _limits_of(config, section, pages)
     if store is not None:
-        limits[Tier.DISK] = TierLimits(
-            store.capacity_pages,
-            tiers.disk.capacity,
-            tiers.disk.high_watermark,
-            tiers.disk.low_watermark,
-            tiers.disk.policy or config.cache.policy,
-        )
+        limits[Tier.DISK] = _limits_of(config, tiers.disk, store.capacity_pages)
     return limits
+
+
+def _limits_of(
+    config: Config, section: DeviceTierConfig | HostTierConfig | DiskTierConfig, pages: int
+) -> TierLimits:
+    slower = None if isinstance(section, DeviceTierConfig) else section
+    return TierLimits(
+        pages,
+        section.capacity,
+        section.high_watermark,
+        section.low_watermark,
+        section.policy or config.cache.policy,
+        AdmissionRule(slower.admission) if slower else AdmissionRule.ALL,
+        slower.write_rate_limit if slower else None,
+    )
 
 
 def _host_pool(config: Config, layout: PageLayout) -> HostPool | None:

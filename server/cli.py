@@ -1,4 +1,4 @@
-"""The command line: `tiercache serve | config | stats | simulate`.
+"""The command line: `tiercache serve | config | stats | replay | simulate`.
 
 What takes seconds to import (torch, transformers) is imported by `serve` alone.
 """
@@ -135,6 +135,70 @@ def simulate_core(
     print(text)
     if log is not None:
         log.write_text(text + "\n")
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Trace file or folder; .zst is unpacked.")],
+    policy: Annotated[
+        str, typer.Option(help="A policy, optimum, or several separated by commas.")
+    ] = "lru",
+    capacity: Annotated[
+        str, typer.Option(help="Share of the trace's unique blocks, such as 3%, or pages.")
+    ] = "3%",
+    mode: Annotated[
+        str, typer.Option(help="exact: one request at a time; production: real order and times.")
+    ] = "exact",
+    stack: Annotated[
+        Path | None, typer.Option(help="YAML file of tiers, instead of policy and capacity.")
+    ] = None,
+    trace_format: Annotated[
+        str | None, typer.Option("--format", help="mooncake, bailian, agent, claude or azure.")
+    ] = None,
+    session_starts: Annotated[
+        Path | None, typer.Option(help="Start seconds of agent sessions, as JSON.")
+    ] = None,
+    arrivals: Annotated[
+        Path | None, typer.Option(help="Another trace whose arrival times are used.")
+    ] = None,
+    announce: Annotated[int, typer.Option(help="Requests known before they are served.")] = 0,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Say of every block whether it will be used again.")
+    ] = False,
+    wrong_hints: Annotated[
+        float, typer.Option(help="Share of requests whose hints are wrong in their deeper half.")
+    ] = 0.3,
+    gate_hints: Annotated[
+        bool, typer.Option(help="Believe hints only while they prove right.")
+    ] = True,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Count unusable records instead of stopping.")
+    ] = False,
+    json_path: Annotated[
+        str | None, typer.Option("--json", help="Write JSON to this file; - is standard output.")
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+) -> None:
+    """Replay a request trace through the cache's decisions and count block hits."""
+    from tiercache.replay.command import ReplayOptions, run_replay
+
+    run_replay(
+        ReplayOptions(
+            trace=trace,
+            policies=tuple(name.strip() for name in policy.split(",")),
+            capacity=capacity,
+            mode=mode,
+            stack=stack,
+            trace_format=trace_format,
+            session_starts=session_starts,
+            arrivals=arrivals,
+            announce=announce,
+            hints=hints,
+            wrong_hints=wrong_hints,
+            gate_hints=gate_hints,
+            skip_bad=skip_bad,
+            json_path=json_path,
+            progress=progress,
+        )
+    )
 
 
 def _load(path: Path | None) -> Config:

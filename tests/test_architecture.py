@@ -13,7 +13,22 @@ ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "cupy", "lmdb", "transformers")
 LAYERS = [
     {"types", "errors", "clock", "config", "config_problems", "sizes", "keys", "metrics"},
-    {"tree", "columns", "catalog", "policies", "eviction", "lease", "books", "pending", "gate"},
+    {
+        "tree",
+        "columns",
+        "catalog",
+        "admission",
+        "hints",
+        "names",
+        "retention",
+        "wishes",
+        "policies",
+        "eviction",
+        "lease",
+        "books",
+        "pending",
+        "gate",
+    },
     {"tiers", "codecs", "transfer"},
     {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch", "disk_return"},
     {"testing", "simulation", "replay"},

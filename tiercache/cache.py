@@ -21,23 +21,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiercache import disk_return, inspection
+from tiercache.admission import Admission, AdmissionRule
 from tiercache.books import account_prompt
 from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
 from tiercache.errors import ConfigError, LeaseError
 from tiercache.eviction import VictimQueue
+from tiercache.hints import HintGates
 from tiercache.keys import page_key, root_key
 from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
 from tiercache.moves import MoveBook, Settled
+from tiercache.names import chain_names, root_name
 from tiercache.pending import PendingPrefixes
-from tiercache.policies import POLICIES
+from tiercache.policies import PolicySettings, make_policy
+from tiercache.retention import Retention
 from tiercache.room import RoomMaker
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
 from tiercache.transfer import PageOutcome, Transfers, batches
 from tiercache.tree import Match, Tree
 from tiercache.types import NO_PAGE, MissReason, PageIds, PageLayout, Slots, SlotState, Tier, Tokens
+from tiercache.wishes import Announcement, WillReturn, Wishes
 from tiercache.writes import WriteQueue
 
 _NO_PAGES = np.empty(0, np.int32)
@@ -54,6 +59,13 @@ class TierLimits:
     high_watermark: float = 1.0
     low_watermark: float = 0.95
     policy: str = "lru"
+    admission: AdmissionRule = AdmissionRule.ALL
+    write_bytes_per_second: int | None = None
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages the tier holds when it is full to its high watermark."""
+        return max(1, int(self.high_watermark * self.capacity_pages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,7 @@ class CacheSettings:
     enabled: bool = True
     move_bytes: int = MOVE_BYTES
     open_writes: int = 4
+    ghost_pages: int = 200_000
 
     @property
     def pages_per_move(self) -> int:
@@ -111,7 +124,10 @@ class TierCache:
         )
         self.queues = {
             tier: VictimQueue(
-                self.catalog, tier, POLICIES[limits.policy](), spare_first=tier is Tier.HOST
+                self.catalog,
+                tier,
+                make_policy(limits.policy, PolicySettings(limits.kept_pages, settings.ghost_pages)),
+                spare_first=tier is Tier.HOST,
             )
             for tier, limits in settings.tiers.items()
         }
@@ -122,6 +138,7 @@ class TierCache:
                 self.tree,
                 self.moves,
                 self.counters,
+                self._admission(tier),
                 pages_per_move=settings.pages_per_move,
                 open_moves=settings.open_writes,
                 is_offline=self._is_disk_offline if tier is Tier.DISK else lambda: False,
@@ -129,6 +146,11 @@ class TierCache:
             for tier in settings.tiers
             if tier is not Tier.DEVICE
         }
+        kept_pages = max(limits.kept_pages for limits in settings.tiers.values())
+        self.wishes = Wishes(self.catalog, HintGates(kept_pages), self._rank_fell)
+        self.retention = Retention(
+            self.catalog, self.wishes, self.clock, stored=self._stored, unpin=self._unpin
+        )
         self.room = RoomMaker(
             self.catalog,
             self.queues,
@@ -192,6 +214,8 @@ class TierCache:
         lease = self._open(namespace, tokens, path, books)
         self._touch(path)
         self.catalog.hits[path] += 1
+        for queue in self.writes.values():
+            queue.used_again(path)
         self._promote(cold)
         lease.awaited = absent
         self._extend_own(lease, int(need - cold.size))
@@ -265,10 +289,11 @@ class TierCache:
             parent = int(lease.pages[stored - 1]) if stored else NO_PAGE
             self.tree.extend(match, tokens[(stored - first) * self.page_tokens :], added)
             self.catalog.attach(added, parent, stored)
+            self.enter(lease.namespace, lease.generation, added)
             self.catalog.pin(added)
             self.catalog.commit(Tier.DEVICE, added)
         lease.inserted_pages = upto
-        self._touch(lease.path)
+        self._touch(lease.path, fresh_from=first)
         self._want_writes(lease.page_range(first, upto))
         self.pending.advance(lease)
         return int(added.size)
@@ -296,6 +321,36 @@ class TierCache:
         self.counters.hit_tokens.update(lease.books.hit_tokens)
         self.counters.miss_tokens.update(lease.books.miss_tokens)
         self.window.add(self.clock.now_seconds(), lease.books.prompt_tokens, lease.books.hit_tokens)
+
+    # What is known of the future; see `wishes`
+
+    def announce(self, namespace: bytes, tokens: Tokens) -> Announcement:
+        """A request with this prompt waits in a queue, behind all announced before it.
+
+        Pages it wants, stored now or later, leave after all that no queued request wants, and
+        those that are wanted furthest behind leave first. Withdraw it when it has its lease.
+        """
+        usable = tokens[: (tokens.size - 1) // self.page_tokens * self.page_tokens]
+        names = chain_names(root_name(namespace, self.generation), usable, self.page_tokens)
+        stored = self._stored(namespace, usable)
+        self.catalog.name[stored] = names[: stored.size]
+        return self.wishes.announce(namespace, usable, names, stored)
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """The announced request is being served, or will never be. Does nothing the second time."""
+        stored = self._stored(announcement.namespace, announcement.tokens)
+        self.wishes.withdraw(announcement, stored)
+
+    def mark(
+        self, lease: Lease, first_page: int, stop_page: int, said: WillReturn, tenant: str = ""
+    ) -> None:
+        """Says of the lease's inserted pages `[first_page, stop_page)` whether they will be used
+        again. Counts while the tenant's hints of this kind prove right; see `hints`."""
+        self._must_be_open(lease)
+        pages = lease.path[first_page:stop_page]
+        if pages.size:
+            self._name_of(int(lease.path[-1]), lease.namespace, lease.generation)
+            self.wishes.mark(pages, self.catalog.name[pages], said, tenant)
 
     # Questions and orders; see `inspection`
 
@@ -330,6 +385,7 @@ class TierCache:
     def tick(self) -> bool:
         """Enters what workers have finished, writes down, evicts ahead. True if anything ended."""
         disk_return.take(self)
+        self.retention.expire()
         settled = self.moves.drain()
         for one in settled:
             self._enter(one)
@@ -368,6 +424,7 @@ class TierCache:
         self.generation = generation
         self.pending.clear()
         self.room.clear()
+        self.retention.release_all()
         self.reap()
 
     def detach_disk(self) -> None:
@@ -411,6 +468,18 @@ class TierCache:
             self._forget(page)
             page = parent
 
+    def enter(self, namespace: bytes, generation: int, pages: PageIds) -> None:
+        """Tells the policies of a run of pages new in the tree, before their first touch."""
+        if self.wishes.active or any(q.policy.remembers for q in self.queues.values()):
+            above = self._name_of(int(self.catalog.parent[pages[0]]), namespace, generation)
+            tokens = self.tree.run_tokens(pages)
+            self.catalog.name[pages] = chain_names(above, tokens, self.page_tokens)
+        names = self.catalog.name[pages]
+        if self.wishes.active:
+            self.wishes.enter(pages, names)
+        for queue in self.queues.values():
+            queue.policy.enter(pages, names)
+
     def _forget_gone(self, pages: PageIds) -> None:
         """The same for pages that have just lost their copies, children before parents."""
         bare = pages[~self.catalog.has_copy(pages) & (self.catalog.pins[pages] == 0)]
@@ -422,6 +491,18 @@ class TierCache:
         self._forget_wishes(removed)
         for page in parents:
             self.forget_if_gone(page)
+
+    def _name_of(self, page: int, namespace: bytes, generation: int) -> int:
+        """Name of a page in the tree, or of its root for `NO_PAGE`; remembered once computed."""
+        chain: list[int] = []
+        while page != NO_PAGE and not self.catalog.name[page]:
+            chain.append(page)
+            page = int(self.catalog.parent[page])
+        name = root_name(namespace, generation) if page == NO_PAGE else int(self.catalog.name[page])
+        for link in reversed(chain):
+            name = int(chain_names(name, self.tree.page_at(link), self.page_tokens)[0])
+            self.catalog.name[link] = name
+        return name
 
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
@@ -558,10 +639,31 @@ class TierCache:
         lease.pages[index] = stored
         self.counters.adopted_pages += 1
 
-    def _touch(self, path: PageIds) -> None:
+    def _touch(self, path: PageIds, fresh_from: int = 0) -> None:
         for queue in self.queues.values():
-            queue.touch(path)
+            queue.touch(path, fresh_from)
+        if self.wishes.gates.in_use:
+            self.wishes.used(self.catalog.name[path[fresh_from:]])
         self.catalog.last_use_seconds[path] = self.clock.epoch_seconds()
+
+    def _admission(self, tier: Tier) -> Admission:
+        limits = self.settings.tiers[tier]
+        rate = limits.write_bytes_per_second
+        return Admission(
+            self.catalog,
+            self.clock,
+            limits.admission,
+            pages_per_second=None if rate is None else rate / self.settings.layout.page_bytes,
+            pages_per_move=self.settings.pages_per_move,
+        )
+
+    def _stored(self, namespace: bytes, tokens: Tokens) -> PageIds:
+        match = self.tree.match(namespace, self.generation, tokens)
+        return match.pages if match else np.empty(0, np.int32)
+
+    def _rank_fell(self, pages: PageIds) -> None:
+        for queue in self.queues.values():
+            queue.hint(pages)
 
     def _want_writes(self, pages: PageIds) -> None:
         for queue in self.writes.values():
@@ -596,6 +698,8 @@ class TierCache:
         self.moves.holes.difference_update(forgotten)
         for page in forgotten:
             self.room.stays(page)
+        for victims in self.queues.values():
+            victims.policy.forget(pages)
         for queue in self.writes.values():
             for page in forgotten:
                 queue.forget(page)

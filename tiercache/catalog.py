@@ -30,6 +30,9 @@ from tiercache.columns import NO_SLOT, FreeIds, TierColumns, grown
 from tiercache.keys import KEY_BYTES
 from tiercache.types import NO_PAGE, PageIds, Slots, SlotState, Tier
 
+USUAL_PRIORITY = 50
+"""Of a page of which nobody said anything; see `wishes`."""
+
 _FREE, _FILLING, _READY, _RETIRING = (int(state) for state in SlotState)
 
 EvictableHook = Callable[[Tier, PageIds], None]
@@ -55,6 +58,13 @@ class Catalog:
         self.last_use_seconds = np.zeros(rows, np.float64)
         self.parent = np.full(rows, NO_PAGE, np.int32)
         self.key = np.zeros((rows, KEY_BYTES), np.uint8)
+        self.name = np.zeros(rows, np.uint64)
+        self.rank = np.zeros(rows, np.float64)
+        self.wanted = np.zeros(rows, np.int64)
+        self.priority = np.full(rows, USUAL_PRIORITY, np.int16)
+        self.prioritised_by = np.zeros(rows, np.int64)
+        self.will_return = np.zeros(rows, np.int8)
+        self.gate = np.zeros(rows, np.int16)
         self.live = np.zeros(rows, np.bool_)
         self.pinned_count = 0
         self._free_rows = FreeIds(rows)
@@ -81,6 +91,7 @@ class Catalog:
         self.hits[pages] = 0
         self.last_use_seconds[pages] = 0
         self.key[pages] = 0
+        self.name[pages] = 0
         return pages
 
     def forget(self, page: int) -> None:
@@ -308,6 +319,13 @@ class Catalog:
         self.last_use_seconds = grown(self.last_use_seconds, rows, 0)
         self.key = grown(self.key, rows, 0)
         self.parent = grown(self.parent, rows, NO_PAGE)
+        self.name = grown(self.name, rows, 0)
+        self.rank = grown(self.rank, rows, 0)
+        self.wanted = grown(self.wanted, rows, 0)
+        self.priority = grown(self.priority, rows, USUAL_PRIORITY)
+        self.prioritised_by = grown(self.prioritised_by, rows, 0)
+        self.will_return = grown(self.will_return, rows, 0)
+        self.gate = grown(self.gate, rows, 0)
         self.live = grown(self.live, rows, 0)
         for columns in self.tiers.values():
             columns.grow(rows)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,6 +32,7 @@ from pydantic import (
 
 from tiercache.config_problems import HERE, explain_problems, load_yaml
 from tiercache.errors import ConfigError
+from tiercache.policy_names import known_policy
 from tiercache.sizes import GIB, KIB, MIB, format_size, parse_size
 
 _LARGEST_SIZE = 2**50
@@ -78,7 +80,7 @@ SizeOrAuto = Annotated[
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_parse_count_or_auto)]
 FolderPath = Annotated[Path, BeforeValidator(_parse_path)]
 Keys = Annotated[tuple[SecretStr, ...], Field(strict=False)]
-PolicyName = Literal["lru"]
+PolicyName = Annotated[str, AfterValidator(known_policy)]
 
 
 def is_loopback(host: str) -> bool:
@@ -151,7 +153,15 @@ class CacheConfig(_Section):
 
     enabled: bool = Field(default=True, description="false computes every prompt in full.")
     page_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens in one page of KV.")
-    policy: PolicyName = Field(default="lru", description="Eviction order of tiers that name none.")
+    policy: PolicyName = Field(
+        default="auto", description="Eviction order of tiers that name none."
+    )
+    ghost_pages: int = Field(
+        default=200_000,
+        ge=0,
+        le=2**28,
+        description="Pages remembered by name after they have gone, per tier, by policies that do.",
+    )
     write_policy: Literal["write_through"] = Field(
         default="write_through", description="When pages are copied to slower tiers."
     )
@@ -176,6 +186,25 @@ class _TierConfig(_Section):
         return self
 
 
+class _SlowerTierConfig(_TierConfig):
+    admission: Literal["all", "second_use"] = Field(
+        default="all",
+        description="Which pages are written here: all, or those a second request has used.",
+    )
+    write_rate_limit: SizeBytes | None = Field(
+        default=None, description="Most bytes a second written here; null for no limit."
+    )
+
+    @field_validator("write_rate_limit")
+    @classmethod
+    def _not_zero(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError(
+                "a limit of 0 would write nothing; switch the tier off with capacity 0"
+            )
+        return value
+
+
 _HIGH = "Share of the capacity, above 0 to 1, at which pages begin to be evicted."
 _LOW = "Share of the capacity, above 0 to 1, down to which an eviction goes."
 
@@ -195,7 +224,7 @@ class DeviceTierConfig(_TierConfig):
         return value
 
 
-class HostTierConfig(_TierConfig):
+class HostTierConfig(_SlowerTierConfig):
     """Copies in the machine's memory."""
 
     capacity: SizeBytes = Field(
@@ -219,7 +248,7 @@ class BreakerConfig(_Section):
     )
 
 
-class DiskTierConfig(_TierConfig):
+class DiskTierConfig(_SlowerTierConfig):
     """Copies that survive a restart."""
 
     capacity: SizeBytes = Field(default=8 * GIB, description="Bytes on disk; 0 switches DISK off.")

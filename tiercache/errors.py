@@ -9,7 +9,8 @@
     │   │   └── TierLost     this hold on it is gone for good; only opening it anew may help
     │   └── PageCorrupt      bytes came back that are not the ones that were stored
     ├── CodecError           the stored form cannot be turned back into a page
-    └── LeaseError           the caller: a lease was used after its end, or twice
+    ├── LeaseError           the caller: a lease was used after its end, or twice
+    └── RetentionError       the caller: a pin or a priority that cannot be honoured
 
 "No room" and "not found" are ordinary return values of the cache, not errors.
 """
@@ -53,3 +54,7 @@ class CodecError(TierCacheError):
 
 class LeaseError(TierCacheError):
     """A lease was used outside its life."""
+
+
+class RetentionError(TierCacheError):
+    """A pin, a priority or a time that cannot be honoured. The message has the figures."""

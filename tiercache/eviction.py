@@ -30,10 +30,10 @@ _ENTERED_LIMIT = 1024
 
 _READY = int(SlotState.READY)
 
-Urgency = tuple[bool, float, int]
-"""`(spare, -score, depth)`: the highest leaves first."""
+Urgency = tuple[bool, float, float, int]
+"""`(spare, -rank, -score, depth)`: the highest leaves first; for ranks see `wishes`."""
 
-Entry = tuple[bool, float, int, int]
+Entry = tuple[bool, float, float, int, int]
 """Urgency and page."""
 
 
@@ -56,10 +56,11 @@ class VictimQueue:
         self._cutoff: Urgency | None = None
         self._hints: list[PageIds] = []
         self._hint_count = 0
+        self._epoch = policy.epoch
 
-    def touch(self, path: PageIds) -> None:
-        """Records an access to a whole path, resident here or not."""
-        self._columns.score[path] = self.policy.touch(path)
+    def touch(self, path: PageIds, fresh_from: int = 0) -> None:
+        """Records an access to a whole path, resident here or not; see `Policy.touch`."""
+        self._columns.score[path] = self.policy.touch(path, fresh_from)
 
     def hint(self, pages: PageIds) -> None:
         """Pages that may have become evictable."""
@@ -77,11 +78,37 @@ class VictimQueue:
         all its ancestors; what is kept comes back with a hint or a scan. There may be more than
         were given once these are gone. About a microsecond each, and a scan when the queue is dry.
         """
-        self._take_hints()
-        victims = self._pop(count)
-        if not victims and self._scan():
-            victims = self._pop(count)
-        return np.array(victims, np.int32)
+        while True:
+            if self._epoch != self.policy.epoch:
+                self._reset()
+            self._take_hints()
+            at_once = min(count, self.policy.at_once)
+            victims = self._pop(at_once)
+            if not victims and self._scan():
+                victims = self._pop(at_once)
+            leaving = self._without_spared(victims)
+            if leaving or not victims:
+                return np.array(leaving, np.int32)
+
+    def _without_spared(self, victims: list[int]) -> list[int]:
+        """Those to which the policy gives no second chance, nor to a page after them."""
+        if not self.policy.gives_second_chances:
+            return victims
+        leaving: list[int] = []
+        spared: list[int] = []
+        ancestors: set[int] = set()
+        for page in victims:
+            score = None if page in ancestors else self.policy.second_chance(page)
+            if score is not None:
+                self._columns.score[page] = score
+            elif page not in ancestors:
+                leaving.append(page)
+                continue
+            spared.append(page)
+            ancestors.add(int(self._catalog.parent[page]))
+        if spared:
+            self.hint(np.array(spared, np.int32))
+        return leaving
 
     def _pop(self, count: int) -> list[int]:
         cells = _Cells(self._catalog, self._tier, self._spare_first)
@@ -90,7 +117,7 @@ class VictimQueue:
         leaving: dict[int, int] = {}  # page → its children that are among the victims
         while entries and len(victims) < count:
             entry = entries.pop()
-            page = entry[3]
+            page = entry[4]
             if page in victims or not cells.is_evictable(page, leaving.get(page, 0)):
                 continue
             current = cells.entry(page)
@@ -122,7 +149,8 @@ class VictimQueue:
         pages = np.concatenate(self._hints)
         self._hints.clear()
         self._hint_count = 0
-        urgent = -self._columns.score[pages] >= self._cutoff[1]
+        rank, score = -self._catalog.rank[pages], -self._columns.score[pages]
+        urgent = (rank > self._cutoff[1]) | ((rank == self._cutoff[1]) & (score >= self._cutoff[2]))
         if self._spare_first:
             urgent |= self._is_spare(pages)
         pages = self._catalog.evictable_among(self._tier, pages[urgent])
@@ -136,15 +164,19 @@ class VictimQueue:
     def _scan(self) -> bool:
         """Fills the queue from the tier's slots; False when nothing is evictable."""
         self._reset()
+        self._epoch = self.policy.epoch
         pages = self._catalog.evictable(self._tier)
         if not pages.size:
             return False
+        scores = self.policy.reconsider(pages)
+        if scores is not None:
+            self._columns.score[pages] = scores
         keys = self._keys(pages)
         if pages.size > SCAN_KEEPS:
             kept = lowest(keys, SCAN_KEEPS)
             pages, keys = pages[kept], [key[kept] for key in keys]
         self._entries = self._entries_of(pages[np.lexsort(keys[::-1])[::-1]])
-        self._cutoff = self._entries[0][:3]
+        self._cutoff = self._entries[0][:4]
         return True
 
     def _reset(self) -> None:
@@ -155,12 +187,15 @@ class VictimQueue:
 
     def _keys(self, pages: PageIds) -> list[np.ndarray]:
         """What to sort by, most significant first, lowest leaving first."""
-        keys: list[np.ndarray] = [self._columns.score[pages], -self._catalog.depth[pages]]
+        score = self._columns.score[pages]
+        keys: list[np.ndarray] = [self._catalog.rank[pages], score, -self._catalog.depth[pages]]
         return [~self._is_spare(pages), *keys] if self._spare_first else keys
 
     def _entries_of(self, pages: PageIds) -> list[Entry]:
         spare = self._is_spare(pages) if self._spare_first else np.zeros(pages.size, np.bool_)
-        columns = (spare, -self._columns.score[pages], self._catalog.depth[pages], pages)
+        catalog = self._catalog
+        rank, score = -catalog.rank[pages], -self._columns.score[pages]
+        columns = (spare, rank, score, catalog.depth[pages], pages)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def _is_spare(self, pages: PageIds) -> np.ndarray:
@@ -175,7 +210,7 @@ class _Cells:
     Memoryviews: reading one cell of an array takes them a third of the time it takes numpy.
     """
 
-    __slots__ = ("_children", "_depth", "_pins", "_score", "_spare", "_state", "parent")
+    __slots__ = ("_children", "_depth", "_pins", "_rank", "_score", "_spare", "_state", "parent")
 
     def __init__(self, catalog: Catalog, tier: Tier, spare_first: bool) -> None:
         columns = catalog.tiers[tier]
@@ -183,6 +218,7 @@ class _Cells:
         self._children = columns.resident_children.data
         self._score = columns.score.data
         self._pins = catalog.pins.data
+        self._rank = catalog.rank.data
         self._depth = catalog.depth.data
         self.parent = catalog.parent.data
         self._spare = [
@@ -198,7 +234,7 @@ class _Cells:
 
     def entry(self, page: int) -> Entry:
         spare = bool(self._spare) and all(state[page] == _READY for state in self._spare)
-        return (spare, -self._score[page], self._depth[page], page)
+        return (spare, -self._rank[page], -self._score[page], self._depth[page], page)
 
 
 def lowest(keys: Sequence[np.ndarray], count: int) -> np.ndarray:

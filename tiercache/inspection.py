@@ -232,11 +232,13 @@ class Frozen:
     """Pages that only their lease knows."""
     moving: PageIds
     """Pages of open moves, once for each move."""
+    retained: PageIds
+    """Pages of operators' pins, once for each pin."""
     holes: frozenset[int]
 
     def check(self) -> list[str]:
         """Every invariant that can be stated over the books, restated; what is broken, in words."""
-        held = np.concatenate((self.leased, self.moving))
+        held = np.concatenate((self.leased, self.moving, self.retained))
         pins = np.bincount(held, minlength=self.catalog.pins.size)
         return [
             *self.tree.check(),
@@ -312,6 +314,7 @@ def _books(cache: TierCache) -> Frozen:
         leased=_joined(lease.path for lease in leases),
         own=_joined(lease.own for lease in leases),
         moving=_joined(move.pages for move in cache.moves.moves()),
+        retained=_joined(np.array(pin.pages, np.int32) for pin in cache.retention.pins),
         holes=frozenset(cache.moves.holes),
     )
 

@@ -46,6 +46,8 @@ class DropReason(StrEnum):
     EVICTED_FIRST = "evicted_first"
     OLD_GENERATION = "old_generation"
     SHUTDOWN = "shutdown"
+    NOT_ADMITTED = "not_admitted"
+    RATE_LIMITED = "rate_limited"
 
 
 class PrefetchOutcome(StrEnum):

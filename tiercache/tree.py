@@ -270,6 +270,12 @@ class Tree:
         start = self._index_in(node, page) * self.page_tokens
         return node.tokens(self.page_tokens)[start : start + self.page_tokens]
 
+    def run_tokens(self, pages: PageIds) -> Tokens:
+        """The tokens of a run of pages that lie in one node, one after the other; a view."""
+        node = self._nodes[int(self._node_of[pages[0]])]
+        start = self._index_in(node, int(pages[0])) * self.page_tokens
+        return node.tokens(self.page_tokens)[start : start + pages.size * self.page_tokens]
+
     def is_leaf(self, page: int) -> bool:
         node = self._nodes[int(self._node_of[page])]
         return node.last_page == page and not node.children

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tiercache.admission import Admission, AdmissionRule
 from tiercache.catalog import Catalog, runs
 from tiercache.lease import Room
 from tiercache.metrics import CacheCounters, DropReason
@@ -43,6 +44,7 @@ class WriteQueue:
         tree: Tree,
         moves: MoveBook,
         counters: CacheCounters,
+        admission: Admission,
         *,
         pages_per_move: int,
         open_moves: int,
@@ -55,6 +57,7 @@ class WriteQueue:
         self._tree = tree
         self._moves = moves
         self._counters = counters
+        self._admission = admission
         self._pages_per_move = pages_per_move
         self._open_moves = open_moves
         self._wanted: OrderedDict[int, bool] = OrderedDict()
@@ -72,8 +75,11 @@ class WriteQueue:
         return not self._wanted and not self._in_flight
 
     def want(self, pages: PageIds) -> None:
-        """Asks for a copy of each page that has none here."""
+        """Asks for a copy of each page that has none here and may have one."""
         missing = pages[~self._catalog.tiers[self.tier].is_resident(pages)]
+        admitted = self._admission.admits(missing)
+        self._drop(DropReason.NOT_ADMITTED, int(np.count_nonzero(~admitted)))
+        missing = missing[admitted]
         for page in missing.tolist():
             if page not in self._refused:
                 self._wanted.setdefault(page, False)
@@ -82,6 +88,11 @@ class WriteQueue:
         """Pages that could not be written may be asked for again."""
         self._refused.clear()
 
+    def used_again(self, pages: PageIds) -> None:
+        """Another request uses these: what was not admitted before may be now."""
+        if self._admission.rule is AdmissionRule.SECOND_USE:
+            self.want(pages)
+
     def demote(self, page: int, room: RoomMaker) -> bool:
         """Writes one page before all others, since it has to leave a faster tier.
 
@@ -89,11 +100,23 @@ class WriteQueue:
         """
         if self._is_offline():
             return False
-        if page not in self._refused and not self._is_coming(page):
+        if self._is_coming(page):
+            return True
+        if not self._admission.admits(np.array([page], np.int32))[0]:
+            self._drop(DropReason.NOT_ADMITTED, 1)
+            return False
+        if page not in self._refused:
             if not self._wanted.setdefault(page, False):
                 self._wanted.move_to_end(page, last=False)
             self.pump(room)
+        if self._admission.is_limited and page in self._wanted:
+            del self._wanted[page]  # room cannot wait for a bucket to fill
+            self._drop(DropReason.RATE_LIMITED, 1)
         return page in self._wanted or self._is_coming(page)
+
+    def _drop(self, reason: DropReason, pages: int) -> None:
+        if pages:
+            self._counters.dropped_writes[reason] += pages
 
     def _is_coming(self, page: int) -> bool:
         return bool(self._catalog.tiers[self.tier].state[page] == int(SlotState.FILLING))
@@ -112,7 +135,10 @@ class WriteQueue:
             self._counters.dropped_writes[DropReason.OFFLINE] += len(self._wanted)
             self._wanted.clear()
         while self._wanted and self._in_flight < self._open_moves:
-            pages = self._next_pages()
+            affordable = self._admission.pages_now()
+            if not affordable:
+                break
+            pages = self._next_pages(affordable)
             if not pages.size:
                 continue
             if not self._begin(pages, room):
@@ -146,6 +172,7 @@ class WriteQueue:
         for first, last, source in runs(self._sources(fits)):
             self._moves.start(fits[first : last + 1], Tier(source), (self.tier,))
             self._in_flight += 1
+            self._admission.spend(last + 1 - first)
         self._catalog.unpin(held)
         rest = pages[fits.size :].tolist()
         if answer is Room.NONE:
@@ -161,10 +188,11 @@ class WriteQueue:
             self._wanted[page] = True
             self._wanted.move_to_end(page, last=False)
 
-    def _next_pages(self) -> PageIds:
+    def _next_pages(self, affordable: int) -> PageIds:
         """Takes the next batch out of the queue: parents before children, no page twice."""
         batch: dict[int, None] = {}
-        limit = min(self._pages_per_move, max(1, self._catalog.tiers[self.tier].capacity_pages))
+        capacity_pages = max(1, self._catalog.tiers[self.tier].capacity_pages)
+        limit = min(self._pages_per_move, capacity_pages, affordable)
         while self._wanted and len(batch) < limit:
             page = next(iter(self._wanted))
             chain = self._chain(page, batch)
