@@ -12,7 +12,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "cupy", "lmdb", "transformers")
 LAYERS = [
-    {"types", "errors", "clock", "config", "config_problems", "sizes", "keys", "metrics"},
+    {
+        "types",
+        "policy_names",
+        "errors",
+        "clock",
+        "config",
+        "config_problems",
+        "sizes",
+        "keys",
+        "metrics",
+    },
     {
         "tree",
         "columns",
