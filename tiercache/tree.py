@@ -208,8 +208,6 @@ class Tree:
         node = self._nodes[int(self._node_of[page])]
         taken = self._index_in(node, page) + 1
         rest = node.tokens(self.page_tokens)[taken * self.page_tokens :]
-        if not rest.size:
-            return self._walk(node, tokens)
         more = common_tokens(rest, tokens) // self.page_tokens
         if taken + more < node.page_count:
             pages = node.pages[taken : taken + more].astype(np.intp)
