@@ -312,7 +312,6 @@ def baseline_eviction_rows(slots: int) -> list[Row]:
 
 def measure(*, quick: bool) -> list[Row]:
     sizes = (10_000, 100_000) if quick else (10_000, 100_000, 1_000_000)
-    passes = 1 if quick else 5
     rows: list[Row] = []
     for page_tokens in (16, 1, 64):
         goals = (20.0, 160.0) if page_tokens == 16 else (None, None)
@@ -326,6 +325,7 @@ def measure(*, quick: bool) -> list[Row]:
             rows += baseline_rows(page_tokens, tokens)
         rows.append(facade_insert_row(page_tokens, SHORT))
     for run_pages, copies in itertools.product((64, 1), (True, False)):
+        passes = 1 if quick or run_pages == 1 else 5
         rows += eviction_rows(100_000, run_pages, copies=copies, passes=passes)
     rows += baseline_eviction_rows(10_000 if quick else 100_000)
     rows.append(Row("columns a page, on all tiers", 16, 0, bytes_per_page(), "bytes", 120))
