@@ -81,6 +81,8 @@ class Node:
         self._tokens = self._pages = _NOTHING
 
     def tokens(self, page_tokens: int) -> Tokens:
+        if self.page_count == self._pages.size:
+            return self._tokens
         return self._tokens[: self.page_count * page_tokens]
 
     @property
