@@ -1,4 +1,4 @@
-"""What may happen in the middle of something else: giving up, flushes, resizes, faults, restarts."""
+"""What happens in the middle of something else: giving up, flushes, resizes, faults, restarts."""
 
 from __future__ import annotations
 

@@ -52,6 +52,8 @@ class Oracle:
         self.generation = 0
         self.is_detached = False
         self.evicted: Counter[Tier] = Counter()
+        self.evicted_or_reaped: Counter[Tier] = Counter()
+        """Of older generations: such a page is evicted or, once nobody holds it, reaped."""
         self.moved_pages: Counter[tuple[Tier, Tier, str]] = Counter()
         self.adopted_pages = 0
         self.prompt_tokens = 0
@@ -111,6 +113,7 @@ class Oracle:
         for pages in self.resident.values():
             pages.clear()
         self.evicted.clear()
+        self.evicted_or_reaped.clear()
         self.moved_pages.clear()
         self.adopted_pages = self.prompt_tokens = 0
 
@@ -148,8 +151,8 @@ class Oracle:
         """The cache reported that copies left a tier."""
         for page in pages.tolist():
             _, epoch, _ = self._prefix_of[page]
-            if epoch == self._epoch_of[self.generation]:
-                self.evicted[tier] += 1
+            is_reachable = epoch == self._epoch_of[self.generation]
+            (self.evicted if is_reachable else self.evicted_or_reaped)[tier] += 1
             self._left(tier, page)
 
     # Internals

@@ -36,7 +36,6 @@ class Request:
     namespace: bytes
     tokens: Tokens
     limit_tokens: int
-    arrived_seconds: float
     stage: Stage = Stage.QUEUED
     lease: Lease | None = None
     follow: Follow | None = None

@@ -13,20 +13,21 @@ from random import Random
 from tiercache.types import PageLayout, Tier
 
 OPERATIONS: Mapping[str, float] = {
-    "arrive": 20,
+    "arrive": 18,
     "proceed": 60,
-    "pass_time": 25,
-    "tick": 25,
+    "pass_time": 22,
+    "tick": 22,
     "abort": 5,
-    "lookup": 2,
-    "evict_tier": 1.5,
+    "timeout": 5,
+    "lookup": 1.5,
+    "evict_tier": 5,
     "evict_prefix": 2,
     "resize": 2,
-    "flush": 0.8,
-    "flush_unrecorded": 0.5,
+    "flush": 0.35,
+    "flush_unrecorded": 0.25,
     "shutdown": 1.2,
-    "kill": 0.4,
-    "power_loss": 0.5,
+    "kill": 0.3,
+    "power_loss": 0.3,
     "rest": 0.4,
 }
 
@@ -35,12 +36,12 @@ ALWAYS = frozenset({"arrive", "proceed", "pass_time", "tick", "lookup"})
 FAULTS: Mapping[str, float] = {
     "move_fails": 0.03,
     "worker_dies": 0.03,
-    "slow": 0.08,
-    "refuses_room": 0.04,
-    "read_fails_midway": 0.06,
-    "corrupt": 0.05,
-    "missing": 0.05,
-    "erase_fails": 0.04,
+    "slow": 0.06,
+    "refuses_room": 0.08,
+    "read_fails_midway": 0.2,
+    "corrupt": 0.25,
+    "missing": 0.25,
+    "erase_fails": 0.1,
     "step_fails": 0.03,
 }
 """Chance per job it can strike, or per computed step."""
@@ -73,7 +74,6 @@ class Scenario:
     chunk_pages: int
     fetch_deadline_seconds: float
     join_deadline_seconds: float
-    request_deadline_seconds: float
     operations: Mapping[str, float]
     faults: Mapping[str, float]
 
@@ -82,8 +82,8 @@ def draw_scenario(seed: int) -> Scenario:
     """The scenario of `seed`: always the same for the same seed."""
     rng = Random(seed)
     page_tokens = rng.choice((1, 2, 2, 3))
-    device = rng.randint(6, 18)
-    longest_pages = rng.randint(2, device // 2)
+    device = rng.randint(8, 18)
+    longest_pages = rng.randint(3, device // 2)
     return Scenario(
         seed=seed,
         layout=PageLayout(1, 1, 4, page_tokens, "bfloat16"),
@@ -102,9 +102,8 @@ def draw_scenario(seed: int) -> Scenario:
         longest_prompt_tokens=longest_pages * page_tokens + rng.randint(0, page_tokens),
         most_requests=rng.randint(3, 7),
         chunk_pages=rng.randint(1, 3),
-        fetch_deadline_seconds=rng.choice((0.004, 0.02, 0.5)),
-        join_deadline_seconds=rng.choice((0.02, 0.1, 1.0)),
-        request_deadline_seconds=rng.choice((0.2, 1.0, 5.0)),
+        fetch_deadline_seconds=rng.choice((0.001, 0.005, 0.5)),
+        join_deadline_seconds=rng.choice((0.001, 0.01, 1.0)),
         operations=_subset(rng, OPERATIONS, keep=0.75, always=ALWAYS),
         faults=_subset(rng, FAULTS, keep=0.6, always=frozenset()),
     )
@@ -112,8 +111,8 @@ def draw_scenario(seed: int) -> Scenario:
 
 def _capacities(rng: Random, device: int) -> dict[Tier, int]:
     """HOST is off, smaller, equal or larger; DISK off, small or larger than both together."""
-    host = rng.choice((0, device // 2, device, device * 2))
-    disk = rng.choice((0, device // 2, device * 4, device * 4))
+    host = rng.choice((0, 0, device // 2, device, device * 2))
+    disk = rng.choice((0, device // 2, device * 4, device * 4, device * 4))
     sizes = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
     return {tier: pages for tier, pages in sizes.items() if pages}
 

@@ -51,17 +51,13 @@ class Service:
             namespace=namespace,
             tokens=tokens,
             limit_tokens=tokens.size + self._rng.randint(1, 3 * self._page_tokens),
-            arrived_seconds=self._clock.now_seconds(),
         )
         self.requests.append(request)
         return request
 
     def proceed(self, request: Request) -> None:
         """Takes `request` one small step further."""
-        waited = self._clock.now_seconds() - request.arrived_seconds
-        if waited > self._scenario.request_deadline_seconds:
-            self.end(request, "timeout")
-        elif request.lease is None:
+        if request.lease is None:
             if not self._follows(request):
                 self._start(request)
         elif request.stage is Stage.FETCHING:
@@ -73,15 +69,15 @@ class Service:
 
     def end(self, request: Request, how: str, *, release: bool = True) -> None:
         """The request is over, at whatever stage; `release` is False when the process is gone."""
-        self._journal.count(how, self._stage_of(request))
+        self._journal.count(how, self.stage_of(request))
         self._say(request, how)
         self.requests.remove(request)
         self.answered.append(np.array(request.known_tokens))
         if request.lease is not None and release:
             self._let_go(request)
 
-    def _stage_of(self, request: Request) -> Stage:
-        """The stage, told apart by what is in flight for it."""
+    def stage_of(self, request: Request) -> Stage:
+        """Its stage, told apart by what is in flight for it."""
         lease = request.lease
         if lease is None:
             return request.stage
@@ -215,7 +211,7 @@ class Service:
         if youngest is self._admitted[0]:
             self.end(request, "finished")
             return False
-        self._journal.count("preempted", self._stage_of(youngest))
+        self._journal.count("preempted", self.stage_of(youngest))
         self._put_back(youngest)
         return youngest is not request
 

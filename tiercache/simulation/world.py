@@ -7,6 +7,7 @@ on one request, one tick, one stretch of time, or one thing an operator or the w
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from random import Random
 
 import numpy as np
@@ -24,6 +25,8 @@ from tiercache.simulation.service import Service
 from tiercache.types import Tier, Tokens
 
 _HOT_PREFIXES = 4
+_ENDS = ("shutdown", "kill", "power_loss")
+_MOST_PUT_OFF_STEPS = 200
 
 
 class World:
@@ -42,15 +45,30 @@ class World:
         self._hot = [
             self._random_tokens(self.scenario.longest_prompt_tokens) for _ in range(_HOT_PREFIXES)
         ]
+        self._put_off: tuple[str, Stage, int] | None = None
         self._names = list(self.scenario.operations)
         self._weights = list(self.scenario.operations.values())
         self._start()
 
     def step(self) -> None:
-        name = self._rng.choices(self._names, self._weights)[0]
+        name = self._choose()
         self.journal.count("operations", name)
         getattr(self, f"_{name}")()
         self.process.verify()
+
+    def _choose(self) -> str:
+        """What happens next. The end of a process waits, though not for ever, until somebody is at
+        a stage drawn for it, so that it comes at every stage."""
+        if self._put_off is not None:
+            name, stage, steps = self._put_off
+            if not steps or stage in map(self.service.stage_of, self.service.requests):
+                self._put_off = None
+                return name
+            self._put_off = (name, stage, steps - 1)
+        while (name := self._rng.choices(self._names, self._weights)[0]) in _ENDS:
+            if self._put_off is None:
+                self._put_off = (name, self._rarest(name, Stage), _MOST_PUT_OFF_STEPS)
+        return name
 
     def close(self) -> None:
         """Ends the service in good order, whatever it was doing."""
@@ -72,12 +90,20 @@ class World:
             self.service.proceed(self._rng.choice(self.service.requests))
 
     def _abort(self) -> None:
-        """Anybody may go, those whose pages are on their way more often than others."""
-        requests = self.service.requests
-        fetching = [request for request in requests if request.stage is Stage.FETCHING]
-        if requests:
-            choice = fetching if fetching and self._rng.random() < 0.5 else requests
-            self._end(self._rng.choice(choice), "abort")
+        self._end_somebody("abort")
+
+    def _timeout(self) -> None:
+        self._end_somebody("timeout")
+
+    def _end_somebody(self, how: str) -> None:
+        """A request at the stage, of those that somebody is at, that ended so least often yet."""
+        by_stage = {self.service.stage_of(one): one for one in self.service.requests}
+        if by_stage:
+            self._end(by_stage[self._rarest(how, by_stage)], how)
+
+    def _rarest(self, how: str, stages: Iterable[Stage]) -> Stage:
+        seen = self.journal.counts.get(how, Counter())
+        return min(sorted(stages), key=lambda stage: (seen[stage], self._rng.random()))
 
     def _lookup(self) -> None:
         namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
@@ -94,7 +120,7 @@ class World:
         self.process.cache.tick()
 
     def _pass_time(self) -> None:
-        seconds = self._rng.choice((None, None, 0.0005, 0.002, 0.02))
+        seconds = self._rng.choice((None, None, None, 0.0005, 0.001, 0.01))
         self.process.transfers.pass_time(seconds)
 
     def _rest(self) -> None:
@@ -104,7 +130,7 @@ class World:
     # Operators
 
     def _evict_tier(self) -> None:
-        self._evict(self._rng.choice(list(Tier)))
+        self._evict(self._rng.choice((Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK)))
 
     def _evict_prefix(self) -> None:
         namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
@@ -122,7 +148,8 @@ class World:
     def _resize(self) -> None:
         cache = self.process.cache
         tier = self._rng.choice(list(cache.catalog.tiers))
-        pages = self._rng.randint(1, cache.catalog.tiers[tier].pool_pages)
+        most = cache.catalog.tiers[tier].pool_pages
+        pages = self._rng.choice((most, most, self._rng.randint(1, most)))
         old = cache.catalog.tiers[tier].capacity_pages
         cache.resize(tier, pages)
         busy = "busy" if cache.moves.open or cache.leases else "idle"
@@ -220,17 +247,19 @@ class World:
     # Choices
 
     def _draw_prompt(self) -> Tokens:
-        """A hot prefix as it is or parting somewhere, what an earlier request left, or new."""
+        """A hot prefix, as it is or parting somewhere, what others ask or asked for, or new."""
         dice = self._rng.random()
         longest = self.scenario.longest_prompt_tokens
-        length = self._rng.randint(1, longest)
+        length = max(self._rng.randint(1, longest), self._rng.randint(1, longest))
         if dice < 0.55:
             tokens = self._rng.choice(self._hot)[:length].copy()
             if self._rng.random() < 0.3:
                 at = self._rng.randrange(length)
                 tokens[at:] = self._random_tokens(length - at)
             return tokens
-        if dice < 0.8 and self.service.answered:
+        if dice < 0.75 and self.service.requests:
+            return self._rng.choice(self.service.requests).tokens[:longest].copy()
+        if dice < 0.9 and self.service.answered:
             return self._rng.choice(self.service.answered)[:longest].copy()
         return self._random_tokens(length)
 
