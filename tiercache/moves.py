@@ -51,7 +51,7 @@ class MoveBook:
         self._next_serial = 0
         self.open: dict[int, Job] = {}
         self.holes: set[int] = set()
-        """Pages whose DISK copy turned out bad while pages below them are on DISK."""
+        """Pages that have no DISK copy, by a fault, while pages below them may have one."""
         self.trouble: dict[Tier, str] = {}
         """What went wrong on a tier last, until something goes right there."""
 
@@ -143,6 +143,10 @@ class MoveBook:
                 self.holes.difference_update(move.pages[own & done].tolist())
         lost = own & ~done
         if lost.any():
+            if hop.tier is Tier.DISK:
+                # A child behind it may find the record of an earlier life that could not be erased.
+                followed = columns.resident_children[move.pages] > 0
+                self.holes.update(move.pages[lost & followed].tolist())
             slots = self._catalog.retire(hop.tier, move.pages[lost])
             self._catalog.free_retired(hop.tier, slots)
         if (~own).any():

@@ -161,6 +161,25 @@ def test_a_page_behind_a_hole_is_not_served_from_any_tier() -> None:
     rig.assert_sound()
 
 
+def test_a_child_that_reaches_disk_where_its_parent_failed_hangs_below_a_known_hole() -> None:
+    store = SimulatedStore(32)
+    rig = rig_with_disk(store, move_pages=1)
+    rig.store_prompt(prompt(1, 5))
+    rig.settle()
+    store.is_out = True
+    rig.cache.evict(Tier.DISK)
+    rig.cache.room.leave(Tier.DISK, 0)
+    rig.transfers.run_all()  # its record stays
+    store.is_out = False
+    rig.cache.tick()
+    rig.store_prompt(prompt(1, 9))
+    rig.cache.tick()
+    rig.transfers.run(fault=PageOutcome.FAILED)
+    rig.settle()
+    assert rig.cache.moves.holes == {0}
+    rig.assert_sound()
+
+
 # Flush
 
 
