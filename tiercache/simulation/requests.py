@@ -41,6 +41,8 @@ class Request:
     follow: Follow | None = None
     waiting_since_seconds: float | None = None
     give_up: MissReason | None = None
+    cold_pages: int = 0
+    """Pages that were not on DEVICE when the lease was had."""
     refetches: int = 0
     computed_tokens: int = 0
     is_booked: bool = False

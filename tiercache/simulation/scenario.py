@@ -17,17 +17,17 @@ OPERATIONS: Mapping[str, float] = {
     "proceed": 60,
     "pass_time": 22,
     "tick": 22,
-    "abort": 5,
-    "timeout": 5,
+    "abort": 8,
+    "timeout": 8,
     "lookup": 1.5,
-    "evict_tier": 5,
+    "evict_tier": 7,
     "evict_prefix": 2,
-    "resize": 2,
+    "resize": 3,
     "flush": 0.35,
     "flush_unrecorded": 0.25,
-    "shutdown": 1.2,
-    "kill": 0.3,
-    "power_loss": 0.3,
+    "shutdown": 1.6,
+    "kill": 0.5,
+    "power_loss": 0.5,
     "rest": 0.4,
 }
 
@@ -38,9 +38,9 @@ FAULTS: Mapping[str, float] = {
     "worker_dies": 0.03,
     "slow": 0.06,
     "refuses_room": 0.08,
-    "read_fails_midway": 0.2,
-    "corrupt": 0.25,
-    "missing": 0.25,
+    "read_fails_midway": 0.4,
+    "corrupt": 0.3,
+    "missing": 0.3,
     "erase_fails": 0.1,
     "step_fails": 0.03,
 }
@@ -95,14 +95,14 @@ def draw_scenario(seed: int) -> Scenario:
             Tier.DISK: Speed(0.004 * rng.choice((1, 3)), 2e4 * rng.choice((0.3, 1.0))),
         },
         readers=rng.randint(1, 3),
-        pages_per_move=rng.choice((1, 1, 2, 4)),
+        pages_per_move=rng.choice((1, 1, 1, 2, 4)),
         open_writes=rng.randint(1, 4),
         namespaces=rng.randint(1, 3),
         vocabulary=rng.choice((2, 2, 3)),
         longest_prompt_tokens=longest_pages * page_tokens + rng.randint(0, page_tokens),
         most_requests=rng.randint(3, 7),
         chunk_pages=rng.randint(1, 3),
-        fetch_deadline_seconds=rng.choice((0.001, 0.005, 0.5)),
+        fetch_deadline_seconds=rng.choice((0.0005, 0.005, 0.05)),
         join_deadline_seconds=rng.choice((0.001, 0.01, 1.0)),
         operations=_subset(rng, OPERATIONS, keep=0.75, always=ALWAYS),
         faults=_subset(rng, FAULTS, keep=0.6, always=frozenset()),
@@ -111,8 +111,8 @@ def draw_scenario(seed: int) -> Scenario:
 
 def _capacities(rng: Random, device: int) -> dict[Tier, int]:
     """HOST is off, smaller, equal or larger; DISK off, small or larger than both together."""
-    host = rng.choice((0, 0, device // 2, device, device * 2))
-    disk = rng.choice((0, device // 2, device * 4, device * 4, device * 4))
+    host = rng.choice((0, device // 2, device, device * 2))
+    disk = rng.choice((0, device // 2, device * 4, device * 4, device * 4, device * 4))
     sizes = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
     return {tier: pages for tier, pages in sizes.items() if pages}
 

@@ -70,6 +70,8 @@ class Service:
     def end(self, request: Request, how: str, *, release: bool = True) -> None:
         """The request is over, at whatever stage; `release` is False when the process is gone."""
         self._journal.count(how, self.stage_of(request))
+        if how in ("abort", "timeout", "shutdown"):
+            self._journal.count("ended early", self.stage_of(request))
         self._say(request, how)
         self.requests.remove(request)
         self.answered.append(np.array(request.known_tokens))
@@ -82,7 +84,7 @@ class Service:
         if lease is None:
             return request.stage
         if request.stage is Stage.FETCHING:
-            return self._fetching_stage(lease)
+            return self._fetching_stage(request, lease)
         if request.stage is Stage.PREFILLING:
             writes = (m for m in self._cache.moves.moves() if m.target > m.source)
             if any(np.isin(move.pages, lease.path).any() for move in writes):
@@ -91,8 +93,9 @@ class Service:
             return Stage.DECODING_PAGE_RESERVED
         return request.stage
 
-    def _fetching_stage(self, lease: Lease) -> Stage:
-        if self._cache.catalog.ready_on(Tier.DEVICE, lease.awaited).any():
+    def _fetching_stage(self, request: Request, lease: Lease) -> Stage:
+        arrived = self._cache.catalog.ready_on(Tier.DEVICE, lease.awaited).any()
+        if arrived or lease.awaited.size < request.cold_pages:
             return Stage.FETCHING_PARTLY_ARRIVED
         for move in self._cache.moves.loads():
             mine = np.isin(move.pages, lease.awaited).any()
@@ -136,6 +139,7 @@ class Service:
             raise OracleError(f"hit {dict(lease.books.hit_tokens)}, by the model {hits}")
         self._count_match(lease)
         request.lease, request.follow = lease, None
+        request.cold_pages = int(lease.awaited.size)
         request.stage = Stage.FETCHING
         request.waiting_since_seconds = self._clock.now_seconds()
         self._admitted.append(request)

@@ -204,7 +204,7 @@ class SimulatedTransfers:
         elif fault == "read_fails_midway" and isinstance(job, Move):
             store.reads_left = self._rng.randrange(int(job.pages.size))
         elif fault in ("corrupt", "missing") and isinstance(job, Move):
-            key = self._rng.choice(job.records).key
+            key = job.records[0].key  # the one with most below it
             if key in store.pages:
                 (store.corrupt if fault == "corrupt" else store.lose)(key)
 

@@ -25,8 +25,7 @@ from tiercache.simulation.service import Service
 from tiercache.types import Tier, Tokens
 
 _HOT_PREFIXES = 4
-_ENDS = ("shutdown", "kill", "power_loss")
-_MOST_PUT_OFF_STEPS = 200
+_PATIENCE_STEPS = {"abort": 120, "timeout": 120, "shutdown": 150, "kill": 150, "power_loss": 150}
 
 
 class World:
@@ -45,7 +44,8 @@ class World:
         self._hot = [
             self._random_tokens(self.scenario.longest_prompt_tokens) for _ in range(_HOT_PREFIXES)
         ]
-        self._put_off: tuple[str, Stage, int] | None = None
+        self._seen_stages: set[Stage] = {Stage.QUEUED}
+        self._put_off: dict[str, tuple[Stage, int]] = {}
         self._names = list(self.scenario.operations)
         self._weights = list(self.scenario.operations.values())
         self._start()
@@ -57,17 +57,18 @@ class World:
         self.process.verify()
 
     def _choose(self) -> str:
-        """What happens next. The end of a process waits, though not for ever, until somebody is at
-        a stage drawn for it, so that it comes at every stage."""
-        if self._put_off is not None:
-            name, stage, steps = self._put_off
-            if not steps or stage in map(self.service.stage_of, self.service.requests):
-                self._put_off = None
+        """What happens next. An end waits, though not for ever, until somebody is at the stage at
+        which there were fewest of its kind, so that each comes at every stage."""
+        stages = set(map(self.service.stage_of, self.service.requests))
+        self._seen_stages |= stages
+        for name, (stage, steps) in self._put_off.items():
+            if not steps or stage in stages:
+                del self._put_off[name]
                 return name
-            self._put_off = (name, stage, steps - 1)
-        while (name := self._rng.choices(self._names, self._weights)[0]) in _ENDS:
-            if self._put_off is None:
-                self._put_off = (name, self._rarest(name, Stage), _MOST_PUT_OFF_STEPS)
+            self._put_off[name] = (stage, steps - 1)
+        while (name := self._rng.choices(self._names, self._weights)[0]) in _PATIENCE_STEPS:
+            stage = self._rarest(name, self._seen_stages)
+            self._put_off.setdefault(name, (stage, _PATIENCE_STEPS[name]))
         return name
 
     def close(self) -> None:
@@ -86,8 +87,11 @@ class World:
         self._say(f"request {request.serial} arrives with {request.tokens.tolist()}")
 
     def _proceed(self) -> None:
-        if self.service.requests:
-            self.service.proceed(self._rng.choice(self.service.requests))
+        requests = self.service.requests
+        admitted = [request for request in requests if request.lease is not None]
+        if requests:
+            choice = admitted if admitted and self._rng.random() < 0.55 else requests
+            self.service.proceed(self._rng.choice(choice))
 
     def _abort(self) -> None:
         self._end_somebody("abort")
@@ -130,7 +134,7 @@ class World:
     # Operators
 
     def _evict_tier(self) -> None:
-        self._evict(self._rng.choice((Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK)))
+        self._evict(self._rng.choice((Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.HOST, Tier.DISK)))
 
     def _evict_prefix(self) -> None:
         namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
@@ -149,12 +153,12 @@ class World:
         cache = self.process.cache
         tier = self._rng.choice(list(cache.catalog.tiers))
         most = cache.catalog.tiers[tier].pool_pages
-        pages = self._rng.choice((most, most, self._rng.randint(1, most)))
+        pages = self._rng.choice((most, self._rng.randint(1, most)))
         old = cache.catalog.tiers[tier].capacity_pages
         cache.resize(tier, pages)
-        busy = "busy" if cache.moves.open or cache.leases else "idle"
-        way = "grow" if pages > old else "shrink"
-        self.journal.count("resizes", f"{tier.label} {way} {busy}")
+        if cache.moves.open or cache.leases:
+            way = "grows" if pages > old else "shrinks"
+            self.journal.count("resizes while busy", f"{tier.label} {way}")
         self._say(f"resize {tier.label} to {pages}")
 
     def _flush(self) -> None:
@@ -165,9 +169,10 @@ class World:
 
     def _flush_with(self, *, recorded: bool) -> None:
         cache, store = self.process.cache, self._store
-        during = "moves" if cache.moves.open else "no moves"
-        holding = "leases" if cache.leases else "no leases"
-        self.journal.count("flushes", f"during {during} and {holding}")
+        if cache.moves.open:
+            self.journal.count("flushes", "during moves")
+        if cache.leases:
+            self.journal.count("flushes", "during running requests")
         fails = store is not None and not recorded
         if store is not None:
             store.is_out = fails
