@@ -30,6 +30,7 @@ class Mutant:
 
 T, C, M, X = ("tiercache/" + name for name in ("tree.py", "catalog.py", "moves.py", "transfer.py"))
 K, R, W, S = ("tiercache/" + name for name in ("cache.py", "room.py", "writes.py", "restore.py"))
+L = "tiercache/loads.py"
 I, E = "tiercache/inspection.py", "tiercache/eviction.py"  # noqa: E741
 
 MUTANTS = (
@@ -209,8 +210,8 @@ MUTANTS = (
         "release-does-not-unpin",
         "I5, release",
         K,
-        "        self._unpin(path)\n        self._give_up_loads(lease)\n",
-        "        self._give_up_loads(lease)\n",
+        "        self._unpin(path)\n        for settled in",
+        "        for settled in",
     ),
     Mutant(
         "refused-request-keeps-its-pins",
@@ -313,7 +314,7 @@ MUTANTS = (
     Mutant(
         "joiners-lose-their-load",
         "the last waiter cancels",
-        K,
+        L,
         "            if mine and not np.isin(move.pages, wanted).any():\n",
         "            if mine:\n",
     ),

@@ -114,7 +114,7 @@ class RoomMaker:
         if not elsewhere and self._demote(tier, page):
             self._leaving[page] = tier
             return False
-        self.leave(tier, page)
+        self.leave(tier, np.array([page], np.int32))
         outcome = EvictOutcome.COPY_ELSEWHERE if elsewhere else EvictOutcome.LOST
         self._counters.evicted_pages[(tier, outcome)] += 1
         if not elsewhere:
@@ -123,9 +123,8 @@ class RoomMaker:
             self._forget(page)
         return True
 
-    def leave(self, tier: Tier, page: int) -> None:
-        """Drops a READY copy nobody reads, whatever else there is of the page."""
-        pages = np.array([page], np.int32)
+    def leave(self, tier: Tier, pages: PageIds) -> None:
+        """Drops READY copies nobody reads, whatever else there is of the pages."""
         if tier is Tier.DISK:
             self._moves.erase(pages)
         else:

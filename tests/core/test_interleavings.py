@@ -168,7 +168,7 @@ def test_a_child_that_reaches_disk_where_its_parent_failed_hangs_below_a_known_h
     rig.settle()
     store.is_out = True
     rig.cache.evict(Tier.DISK)
-    rig.cache.room.leave(Tier.DISK, 0)
+    rig.cache.room.leave(Tier.DISK, np.array([0], np.int32))
     rig.transfers.run_all()  # its record stays
     store.is_out = False
     rig.cache.tick()
@@ -271,7 +271,7 @@ def test_a_page_that_becomes_hot_while_it_is_written_down_stays() -> None:
     rig.cache.evict(Tier.HOST)
     for page in rig.cache.tree.match(N, 0, prompt(1)).pages.tolist():
         if rig.cache.catalog.is_ready(Tier.HOST, page):
-            rig.cache.room.leave(Tier.HOST, page)
+            rig.cache.room.leave(Tier.HOST, np.array([page], np.int32))
     assert rig.cache.acquire(N, prompt(2, 15)) is Room.SOON
     held = opened(rig, prompt(1, 15), fetch=False)
     rig.settle()
