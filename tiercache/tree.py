@@ -340,6 +340,9 @@ class Tree:
                     problems.append(f"I1 child {child.serial} of node {node.serial} is misfiled")
                 if child.first_depth != node.first_depth + node.page_count:
                     problems.append(f"I1 child {child.serial} has a wrong depth")
+        linked = sum(len(node.children) for node in self._nodes.values())
+        if linked != self.node_count:
+            problems.append(f"I1 {self.node_count} nodes, {linked} of them can be reached")
         # Every held page points to its node, so equal numbers leave no page in two places.
         placed, held = int(np.count_nonzero(self._node_of != NO_PAGE)), self.page_count
         if placed != held:
