@@ -279,6 +279,22 @@ def test_a_page_that_becomes_hot_while_it_is_written_down_stays() -> None:
     rig.assert_sound()
 
 
+def test_a_page_that_got_a_child_while_it_was_written_down_stays() -> None:
+    rig = CacheRig({Tier.DEVICE: 5, Tier.HOST: 8})
+    rig.store_prompt(prompt(1, 5))
+    assert rig.cache.acquire(N, prompt(2)) is Room.SOON
+    assert rig.transfers.waiting, "the only page is written down, to make room"
+    lease = opened(rig, prompt(1, 9))
+    rig.compute(lease, 9)
+    rig.cache.release(lease)
+
+    rig.transfers.run()
+    rig.cache.tick()
+
+    assert rig.cache.lookup(N, prompt(1, 9)).tokens_by_tier == {Tier.DEVICE: 8, Tier.HOST: 0}
+    rig.assert_sound()
+
+
 def test_a_chain_that_is_longer_than_disk_is_not_written_again_and_again() -> None:
     store = SimulatedStore(6)
     rig = rig_with_disk(store, watermarks=(0.9, 0.7), move_pages=2)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.catalog import TierColumns
 from tiercache.clock import ManualClock
 from tiercache.policies import Policy
 from tiercache.restore import restore
@@ -48,7 +49,7 @@ class Process:
         )
         self.cache = TierCache(_settings(scenario), self.transfers, store=store, clock=clock)
         for tier, queue in self.cache.queues.items():
-            queue.policy = Watched(queue.policy, tier, oracle.left)
+            queue.policy = Watched(queue.policy, self.cache.catalog.tiers[tier], oracle.left)
         for name in _TRANSITIONS:
             _count_calls(self.cache.catalog, name, journal)
         oracle.restarted(self.cache.generation)
@@ -131,16 +132,21 @@ class Process:
 class Watched:
     """A policy that is listened to: what leaves a tier is told to the model."""
 
-    def __init__(self, policy: Policy, tier: Tier, left: Callable[[Tier, PageIds], None]) -> None:
+    def __init__(
+        self, policy: Policy, columns: TierColumns, left: Callable[[Tier, PageIds], None]
+    ) -> None:
         self._policy = policy
-        self._tier = tier
+        self._columns = columns
         self._left = left
 
     def touch(self, pages: PageIds) -> np.ndarray:
         return self._policy.touch(pages)
 
     def on_evict(self, pages: PageIds) -> None:
-        self._left(self._tier, pages)
+        tier = self._columns.tier
+        if self._columns.resident_children[pages].any():
+            raise OracleError(f"I9 a page of {pages} left {tier.label} before its children")
+        self._left(tier, pages)
         self._policy.on_evict(pages)
 
 
