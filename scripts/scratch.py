@@ -34,10 +34,17 @@ class Verdict:
 
 
 _CONFTEST = """
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
-# What fails is enough to know here; making it small would take longer than everything else.
-settings.register_profile("scratch", phases=(Phase.generate,), database=None, derandomize=True)
+# That something fails is enough to know here; a busy machine is no reason for it.
+settings.register_profile(
+    "scratch",
+    phases=(Phase.generate,),
+    database=None,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile("scratch")
 """
 
