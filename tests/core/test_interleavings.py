@@ -193,6 +193,17 @@ def test_a_flush_ends_all_leadership() -> None:
     assert rig.cache.follow(N, prompt(1)) is None
 
 
+def test_what_was_computed_before_a_flush_does_not_enter_the_tree_at_all() -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 16})
+    lease = opened(rig, prompt(1))
+    rig.cache.flush()
+    assert rig.cache.insertable(lease, 17) == (0, 0)
+    assert rig.cache.insert(lease, 17) == 0
+    assert rig.cache.tree.page_count == 0
+    rig.cache.tick()
+    assert not rig.transfers.waiting, "nothing of it is written down"
+
+
 def test_a_second_flush_does_not_count_again_what_is_out_of_reach() -> None:
     rig = CacheRig({Tier.DEVICE: 16})
     rig.store_prompt(prompt(1))
