@@ -127,17 +127,20 @@ def simulate_core(
     """
     from tiercache.simulation.run import Report, simulate
 
+    made_by = commit()
+
+    def text(report: Report) -> str:
+        command = f"tiercache simulate --seed {seed} --steps {steps} --seeds {report.seeds}"
+        return report.json(command, made_by)
+
     def keep(report: Report) -> None:
         if log is not None:
-            done = f"tiercache simulate --seed {seed} --steps {steps} --seeds {report.seeds}"
-            log.write_text(report.json(done, commit()) + "\n")
+            log.write_text(text(report) + "\n")
 
     report = simulate(seed, seeds, steps, keep)
     if report.failure is not None:
         raise _failed(report.failure.text())
-    print(
-        report.json(f"tiercache simulate --seed {seed} --steps {steps} --seeds {seeds}", commit())
-    )
+    print(text(report))
 
 
 def _load(path: Path | None) -> Config:
