@@ -125,6 +125,7 @@ class Turns:
 
     def fail_all(self, message: str) -> None:
         for active in (*self._waiting, *self._admitted):
+            self.counters.requests[FinishReason.ERROR.value] += 1
             self._outbox.append(
                 (active.sink, Finished(FinishReason.ERROR, active.usage(), message))
             )
@@ -162,10 +163,12 @@ class Turns:
         self._cut_off()
         self._take_arrivals()
         self._admit()
+        holders = len(self._admitted)
         work = self._plan()
+        gave_back = len(self._admitted) < holders
         if work:
             self._step(work)
-        return bool(work) or moved
+        return bool(work) or moved or gave_back
 
     # Admission
 
@@ -427,16 +430,16 @@ class Turns:
         self._waiting.appendleft(active)
 
     def _finish(self, active: Active, reason: FinishReason, message: str = "") -> None:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not active.matcher.stopped:
+            text = active.matcher.push(active.detokenizer.flush()) + active.matcher.flush()
+            self._say(active, text)
+        finished = Finished(reason, active.usage(), message, active.generated)
+        self._let_go(active)  # before it leaves its queue: if this breaks, it is still told
         if active.state is State.WAITING:
             self._waiting.remove(active)
             self._prefetcher.left(active.request.request_id)
         else:
             self._admitted.remove(active)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not active.matcher.stopped:
-            text = active.matcher.push(active.detokenizer.flush()) + active.matcher.flush()
-            self._say(active, text)
-        finished = Finished(reason, active.usage(), message, active.generated)
-        self._let_go(active)
         active.state = State.DONE
         self.counters.requests[reason.value] += 1
         self._outbox.append((active.sink, finished))
