@@ -215,30 +215,36 @@ def test_a_request_whose_loads_failed_does_not_load_again_after_following(
     follower.abort()
 
 
-def test_an_engine_whose_requests_all_wait_does_not_spin(make_rig: MakeRig) -> None:
+def test_an_engine_whose_requests_all_wait_does_not_spin(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = make_rig(
         device=2048, host=2048, disk=100_000, start=False, engine={"max_running_requests": 1},
         cache={"prefetch": {"join_deadline_seconds": 0.01}},
     )  # fmt: skip
+    turns, cache = rig.engine._turns, rig.engine._cache
     stored = rig.ask(prompt(1, 321))
-    while rig.turn() or not rig.engine._cache.idle:
+    while rig.turn() or not cache.idle:
         pass
     stored.wait(0)
     for tier in (Tier.DEVICE, Tier.HOST):
-        rig.engine._cache.evict(tier)
+        cache.evict(tier)
     holds_a_place = rig.ask(prompt(2, 100), max_tokens=None)
     rig.turn()
-    queued = rig.ask(prompt(1, 321))
-    rig.turn()  # its pages are being read
-    turns = rig.engine._turns
-    waiting = turns._waiting[0]
+    rig.ask(prompt(1, 321))
+    monkeypatch.setattr(cache._transfers, "completions", list)  # a slow disk
+    rig.turn()
     holds_a_place.abort()
     rig.engine._take_commands()
-    turns._working_copies.acquire(turns._working_copies.free_tokens)  # and no room to start
+    assert turns._working_copies.acquire(turns._working_copies.free_tokens), "no room to start"
     rig.turn()
-    time.sleep(0.05)
+    (queued,) = turns._waiting
+    assert queued.waiting_since_seconds is not None, "it waits for what is being read"
+    time.sleep(0.02)
     while rig.turn():
         pass
-    assert turns._waiting[0] is waiting
     assert turns.idle_seconds(2.0) > 0
-    queued.abort()
+    monkeypatch.undo()
+    while rig.turn():
+        pass
+    assert turns.idle_seconds(2.0) > 0
