@@ -257,7 +257,23 @@ def _close(
     wake: threading.Event,
     write_seconds: float,
 ) -> None:
-    """Writes down what is still waiting, for at most `write_seconds`, and closes everything."""
+    """Writes down what is still waiting, for at most `write_seconds`, and closes everything.
+
+    What stopped the engine may have left books that do not balance; the store is closed all the
+    same, with what was written until then.
+    """
+    try:
+        _write_down(cache, wake, write_seconds)
+    except Exception:
+        log.exception("what waited to be written to slower tiers was not")
+    transfers.close()
+    if store is not None:
+        _close_store(cache, store)
+    for pool in pools.values():
+        pool.close()
+
+
+def _write_down(cache: TierCache, wake: threading.Event, write_seconds: float) -> None:
     clock = cache.clock
     deadline = clock.now_seconds() + write_seconds
     while not cache.idle and clock.now_seconds() < deadline:
@@ -267,13 +283,17 @@ def _close(
     left = sum(len(queue) for queue in cache.writes.values())
     if left:
         log.warning("%d pages were not written to slower tiers before the stop", left)
-    transfers.close()
-    cache.tick()
-    if store is not None:
-        try:
-            remember(cache)
-            store.close()
-        except TierError as error:
-            log.warning("the disk tier could not be closed cleanly: %s", error)
-    for pool in pools.values():
-        pool.close()
+
+
+def _close_store(cache: TierCache, store: PageStore) -> None:
+    try:
+        cache.tick()
+        remember(cache)
+    except TierError as error:
+        log.warning("the disk tier could not be brought up to date: %s", error)
+    except Exception:
+        log.exception("the disk tier could not be brought up to date")
+    try:
+        store.close()
+    except TierError as error:
+        log.warning("the disk tier could not be closed cleanly: %s", error)

@@ -7,6 +7,7 @@ a queue and read the newest snapshot; nobody waits for the engine and the engine
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -109,7 +110,8 @@ class Engine:
         Raises RequestError when it can never be served as asked, or not now.
         """
         self._refuse_impossible(request)
-        with self._lock:
+        namespace = self.namespace(request.cache_salt)
+        with self._lock:  # until the command is in: whoever ends the engine ends this request too
             if self.failure or not self._accepting:
                 raise RequestError(
                     None, self.failure or "the server is shutting down", retry_after_seconds=5
@@ -121,8 +123,7 @@ class Engine:
                     retry_after_seconds=1,
                 )
             self._accepted += 1
-        namespace = self.namespace(request.cache_salt)
-        self._command(lambda: self._turns.add(request, self._counted(sink), namespace))
+            self._command(lambda: self._turns.add(request, self._counted(sink), namespace))
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; unknown ones are ignored."""
@@ -171,7 +172,7 @@ class Engine:
                 busy = self._turns.turn()
                 self._snapshot = self._turns.snapshot()
                 self._turns.deliver()
-                if not busy and self._commands.empty():
+                if not busy and self._commands.empty() and not self._is_done:
                     self._wake.wait(self._turns.idle_seconds(_IDLE_SECONDS))
         except Exception as error:  # told to everybody who waits; the server's health says so
             log.exception("the engine stopped")
@@ -189,6 +190,8 @@ class Engine:
             self.failure = message
         self._take_commands()
         self._turns.fail_all(message)
+        with contextlib.suppress(Exception):  # what broke may be what a snapshot reads
+            self._snapshot = self._turns.snapshot()
         self._turns.deliver()
 
     def _take_commands(self) -> None:
@@ -229,6 +232,10 @@ class Engine:
             raise RequestError(
                 "prompt", f"a token id is outside 0 to {self.model.vocabulary_size - 1}"
             )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestError("max_tokens", "an answer has at least one token")
+        if not all(request.stop):
+            raise RequestError("stop", "a stop string is not empty")
         device = self.limits.device_capacity_tokens
         if device is not None and prompt_tokens >= device:
             raise RequestError(

@@ -53,6 +53,14 @@ class Active:
     refetches: int = 0
     give_up: MissReason | None = None
     """Set once this request must do without pages it would have to wait for."""
+    may_follow: bool = True
+    """False once it has waited for leaders as long as it may."""
+    may_wait_for_reads: bool = True
+    """False once it has waited in the queue for pages read ahead as long as it may."""
+    was_admitted: bool = False
+    first_books: Books | None = None
+    """What its prompt found, of a request that was put back while it computed: it will find its
+    own pages then, which are no hits."""
     booked: Books | None = None
     generated_tokens: int = 0
     last_token_seconds: float | None = None
@@ -76,6 +84,11 @@ class Active:
     def generated(self) -> tuple[int, ...]:
         """The answer's tokens so far."""
         return tuple(self.tokens[self.request.prompt_tokens.size :].tolist())
+
+    @property
+    def may_load(self) -> bool:
+        """Whether stored pages that are not on DEVICE are still worth a try."""
+        return self.give_up in (None, MissReason.BEING_COMPUTED)
 
     @property
     def is_decoding(self) -> bool:

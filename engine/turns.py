@@ -125,6 +125,7 @@ class Turns:
 
     def fail_all(self, message: str) -> None:
         for active in (*self._waiting, *self._admitted):
+            self.counters.requests[FinishReason.ERROR.value] += 1
             self._outbox.append(
                 (active.sink, Finished(FinishReason.ERROR, active.usage(), message))
             )
@@ -162,10 +163,12 @@ class Turns:
         self._cut_off()
         self._take_arrivals()
         self._admit()
+        holders = len(self._admitted)
         work = self._plan()
+        gave_back = len(self._admitted) < holders
         if work:
             self._step(work)
-        return bool(work) or moved
+        return bool(work) or moved or gave_back
 
     # Admission
 
@@ -185,7 +188,7 @@ class Turns:
                 held_back.append(active)
                 if self._has_waited_long(active) or len(held_back) >= _MOST_PASSED_BY:
                     break
-        for active in held_back:
+        for active in filter(lambda one: one.may_load, held_back):
             self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
 
     def _in_order(self) -> list[Active]:
@@ -198,18 +201,23 @@ class Turns:
 
     def _waits_for_pages(self, active: Active) -> bool:
         """Whether pages are being read for this queued request, within its patience."""
-        if not self._prefetcher.is_under_way(active.request.request_id):
-            return False
-        if active.waiting_since_seconds is None:
+        if self._is_out_of_patience(active):
+            active.may_wait_for_reads = False
+        waits = active.may_wait_for_reads and self._prefetcher.is_under_way(
+            active.request.request_id
+        )
+        if not waits:
+            active.waiting_since_seconds = None
+        elif active.waiting_since_seconds is None:
             active.waiting_since_seconds = self._clock.now_seconds()
-        return not self._is_out_of_patience(active)
+        return waits
 
     def _has_waited_long(self, active: Active) -> bool:
         return self._clock.now_seconds() - active.submitted_seconds > MOST_FORWARD_SECONDS
 
     def _follows(self, active: Active) -> bool:
         """Whether another request is computing what this one needs, within its patience."""
-        if active.give_up is MissReason.BEING_COMPUTED:
+        if not active.may_follow:
             return False
         if active.follow is None or not self._cache.is_worth_waiting(active.follow):
             had_leader = active.follow is not None
@@ -221,7 +229,8 @@ class Turns:
             if active.waiting_since_seconds is None:
                 active.waiting_since_seconds = self._clock.now_seconds()
         if self._is_out_of_patience(active):
-            active.give_up, active.follow = MissReason.BEING_COMPUTED, None
+            active.may_follow, active.follow = False, None
+            active.give_up = active.give_up or MissReason.BEING_COMPUTED
             active.waiting_since_seconds = None
             return False
         return True
@@ -234,7 +243,7 @@ class Turns:
         lease = self._cache.acquire(
             active.namespace,
             active.tokens,
-            fetch=active.give_up in (None, MissReason.BEING_COMPUTED),
+            fetch=active.may_load,
             because=active.give_up,
         )
         if not isinstance(lease, Lease):
@@ -243,8 +252,10 @@ class Turns:
         self._waiting.remove(active)
         self._prefetcher.started(active.request.request_id)
         now = self._clock.now_seconds()
-        if active.generated_tokens == 0 and active.refetches == 0:
+        if not active.was_admitted:
             self.counters.queue_seconds.observe(now - active.submitted_seconds)
+        active.was_admitted = True
+        lease.books = active.first_books or lease.books
         active.lease, active.working_copy = lease, working_copy
         active.follow, active.waiting_since_seconds = None, now
         active.state = State.FETCHING
@@ -274,7 +285,7 @@ class Turns:
             active.state = State.RUNNING
         elif fetch is Fetch.FAILED:
             active.refetches += 1
-            if active.refetches > _MOST_REFETCHES:
+            if active.refetches >= _MOST_REFETCHES:
                 active.give_up = MissReason.LOAD_FAILED
             self._put_back(active)
         elif self._is_out_of_patience(active):
@@ -418,6 +429,8 @@ class Turns:
 
     def _put_back(self, active: Active) -> None:
         """Back to the head of the queue, holding nothing; its tokens so far are its prompt."""
+        if active.state is State.RUNNING and active.lease is not None:
+            active.first_books = active.lease.books
         active.known_tokens = active.tokens.copy()
         self._let_go(active)
         active.state = State.WAITING
@@ -427,16 +440,16 @@ class Turns:
         self._waiting.appendleft(active)
 
     def _finish(self, active: Active, reason: FinishReason, message: str = "") -> None:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not active.matcher.stopped:
+            text = active.matcher.push(active.detokenizer.flush()) + active.matcher.flush()
+            self._say(active, text)
+        finished = Finished(reason, active.usage(), message, active.generated)
+        self._let_go(active)  # before it leaves its queue: if this breaks, it is still told
         if active.state is State.WAITING:
             self._waiting.remove(active)
             self._prefetcher.left(active.request.request_id)
         else:
             self._admitted.remove(active)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not active.matcher.stopped:
-            text = active.matcher.push(active.detokenizer.flush()) + active.matcher.flush()
-            self._say(active, text)
-        finished = Finished(reason, active.usage(), message, active.generated)
-        self._let_go(active)
         active.state = State.DONE
         self.counters.requests[reason.value] += 1
         self._outbox.append((active.sink, finished))

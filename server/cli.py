@@ -106,13 +106,13 @@ def stats(
     try:
         answer = httpx.get(target, headers=headers, timeout=10)
         body = answer.json()
+        if answer.status_code != 200:
+            raise _failed(f"{target}: {body['error']['message']}")
+        _print_stats(body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise _failed(f"no answer from {target}: {error}") from None
-    except ValueError:
+    except (ValueError, LookupError, TypeError):  # no JSON, or that of somebody else
         raise _failed(f"{target} is not a tiercache (status {answer.status_code})") from None
-    if answer.status_code != 200:
-        raise _failed(f"{target}: {body['error']['message']}")
-    _print_stats(body)
 
 
 @app.command("simulate")

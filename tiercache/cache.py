@@ -124,6 +124,7 @@ class TierCache:
             self.counters,
             settings.layout.page_bytes,
         )
+        self.moves.generation = self.generation
         self.queues = {
             tier: VictimQueue(
                 self.catalog,
@@ -425,7 +426,7 @@ class TierCache:
     def start_generation(self, generation: int) -> None:
         """Makes everything stored so far unreachable. Pinned pages go when their holders do."""
         assert generation > self.generation
-        self.generation = generation
+        self.generation = self.moves.generation = generation
         self.pending.clear()
         self.room.clear()
         self.retention.release_all()

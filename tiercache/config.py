@@ -321,7 +321,7 @@ class ServerConfig(_Section):
     )
     admin_keys: Keys = Field(default=(), description="Keys that may also evict and flush.")
     max_queue: int = Field(
-        default=512, ge=1, le=2**20, description="Most requests waiting for a turn."
+        default=512, ge=1, le=2**20, description="Most requests at once, waiting or running."
     )
     max_body: SizeBytes = Field(
         default=8 * MIB, ge=KIB, le=GIB, description="Largest request body in bytes, 1KiB to 1GiB."

@@ -49,6 +49,8 @@ class MoveBook:
         self._counters = counters
         self._page_bytes = page_bytes
         self._next_serial = 0
+        self.generation = 0
+        """The generation whose records DISK keeps; older ones are as good as gone there."""
         self.open: dict[int, Job] = {}
         self.holes: set[int] = set()
         """Pages that have no DISK copy, by a fault, while pages below them may have one."""
@@ -75,10 +77,18 @@ class MoveBook:
         return move
 
     def erase(self, pages: PageIds) -> None:
-        """Gives up DISK copies: unreachable at once, their slots free when the records are gone."""
-        keys = tuple(record.key for record in self._records_of(pages))
+        """Gives up DISK copies: unreachable at once, their slots free when the records are gone.
+
+        Records of older generations are left to the store, which neither serves nor keeps them:
+        keys do not name generations, and the same tokens may have been written again since.
+        """
+        records = self._records_of(pages)
+        keys = tuple(record.key for record in records if record.generation == self.generation)
         slots = self._catalog.retire(Tier.DISK, pages)
-        self._submit_erase(slots, keys)
+        if keys:
+            self._submit_erase(slots, keys)
+        else:
+            self._catalog.free_retired(Tier.DISK, slots)
 
     def erase_records(self, keys: tuple[bytes, ...]) -> None:
         """Takes records off DISK that no page of the catalog stands for."""

@@ -38,15 +38,19 @@ class Prefetcher:
         """Starts reading what `request_id` will need from DISK; later calls for it do nothing."""
         if request_id in self._pages or not self._budget_pages:
             return
-        cold = self._only_on_disk(namespace, tokens)
+        path = self._usable_prefix(namespace, tokens)
+        self._cache.queues[Tier.HOST].touch(path)  # wanted soon: not what leaves HOST next
+        cold = self._only_on_disk(path)
         left = self._budget_pages - sum(pages.size for pages in self._pages.values())
         fits = cold[: max(0, left)]
+        self._cache.catalog.pin(fits)  # making room must not cost the copies that are to be read
         begun: list[PageIds] = []
         for batch in batches(fits, self._cache.settings.pages_per_move):
             if self._cache.room.make(Tier.HOST, batch.size) is not Room.NOW:
                 break
             self._cache.moves.start(batch, Tier.DISK, (Tier.HOST,))
             begun.append(batch)
+        self._cache.catalog.unpin(fits)
         self._pages[request_id] = np.concatenate(begun) if begun else _NO_PAGES
         self._count(PrefetchOutcome.OVER_BUDGET, cold.size - self._pages[request_id].size)
 
@@ -70,21 +74,23 @@ class Prefetcher:
         pages = self._pages.pop(request_id, _NO_PAGES)
         self._count(PrefetchOutcome.UNUSED, pages.size)
 
-    def _only_on_disk(self, namespace: bytes, tokens: Tokens) -> PageIds:
-        """The pages of the usable prefix whose only READY copy is on DISK, none of them moving."""
+    def _usable_prefix(self, namespace: bytes, tokens: Tokens) -> PageIds:
+        """The stored pages that the request will use: up to a hole, without its last token."""
         cache = self._cache
         match = cache.tree.match(namespace, cache.generation, tokens)
         if match is None:
             return _NO_PAGES
         pages = match.pages[: (tokens.size - 1) // cache.page_tokens]
-        fastest = cache.catalog.fastest_ready(pages)
-        if (fastest < 0).any():
-            pages = pages[: int((fastest < 0).argmax())]
-            fastest = fastest[: pages.size]
-        moving = cache.catalog.tiers[Tier.HOST].is_resident(pages) | cache.catalog.tiers[
+        gone = cache.catalog.fastest_ready(pages) < 0
+        return pages[: int(gone.argmax())] if gone.any() else pages
+
+    def _only_on_disk(self, path: PageIds) -> PageIds:
+        """The pages of `path` whose only READY copy is on DISK, none of them moving."""
+        catalog = self._cache.catalog
+        moving = catalog.tiers[Tier.HOST].is_resident(path) | catalog.tiers[
             Tier.DEVICE
-        ].is_resident(pages)
-        cold: PageIds = pages[(fastest == int(Tier.DISK)) & ~moving]
+        ].is_resident(path)
+        cold: PageIds = path[(catalog.fastest_ready(path) == int(Tier.DISK)) & ~moving]
         return cold
 
     def _count(self, outcome: PrefetchOutcome, pages: int) -> None:

@@ -81,6 +81,13 @@ class Rig:
     def answer(self, tokens: np.ndarray, **options: Any) -> Finished:
         return self.ask(tokens, **options).wait()
 
+    def turn(self) -> bool:
+        """One turn of an engine that was not started; True when the next is due at once."""
+        self.engine._take_commands()
+        busy = self.engine._turns.turn()
+        self.engine._turns.deliver()
+        return busy
+
     def evict(self, *tiers: Tier) -> None:
         """Empties tiers once everything has its slower copy."""
         self.rest()
@@ -137,7 +144,10 @@ MakeRig = Callable[..., Rig]
 
 @pytest.fixture
 def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
-    """Builds and starts engines; sizes are in tokens, 0 switches a tier off."""
+    """Builds and starts engines; sizes are in tokens, 0 switches a tier off.
+
+    Without `start` there is no engine thread: the test takes the turns, see `Rig.turn`.
+    """
     engines: list[Engine] = []
 
     def make(
@@ -149,6 +159,7 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
         chunk: int = 512,
         source: str | None = None,
         disk_settings: Mapping[str, Any] | None = None,
+        start: bool = True,
         **sections: Mapping[str, Any],
     ) -> Rig:
         config: dict[str, Any] = {
@@ -169,7 +180,8 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
         merge(config, sections)
         engine = build_engine(parse_config(config), model_cache_dir=tmp_path / "models")
         engines.append(engine)
-        engine.start()
+        if start:
+            engine.start()
         return Rig(engine)
 
     yield make

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +14,10 @@ from engine.request import Active
 from engine.sampling import SamplingParams
 from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, plan_step
 from engine.text import StopMatcher
-from tests.engine.conftest import MakeRig, prompt
+from tests.engine.conftest import MakeRig, Rig, prompt
 from tiercache.metrics import PrefetchOutcome
-from tiercache.types import Tier
+from tiercache.transfer import Completion, Job, Move, PageOutcome
+from tiercache.types import MissReason, Tier
 
 
 class _NoText:
@@ -138,3 +142,109 @@ def test_reading_ahead_stays_within_its_budget(make_rig: MakeRig) -> None:
     assert end.usage.hit_tokens == {Tier.HOST: budget_tokens, Tier.DISK: 320 - budget_tokens}
     prefetched = rig.engine.snapshot().cache.counters.prefetch_pages
     assert prefetched[PrefetchOutcome.OVER_BUDGET] == 20 - budget_tokens // 16
+
+
+def fail_loads(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Move]:
+    """Lets every load to DEVICE fail from now on; the list tells which were tried."""
+    carrier = rig.engine._cache._transfers._carrier  # type: ignore[attr-defined]
+    carry = carrier.carry
+    tried: list[Move] = []
+
+    def failing(job: Job) -> Completion:
+        if isinstance(job, Move) and job.target is Tier.DEVICE:
+            tried.append(job)
+            return Completion(job, (PageOutcome.FAILED,) * job.pages.size, 0.0, "scripted")
+        return carry(job)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(carrier, "carry", failing)
+    return tried
+
+
+def test_after_two_failed_loads_a_request_computes_for_itself(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(host=4096)
+    expected = rig.answer(prompt(1)).token_ids
+    rig.evict(Tier.DEVICE)
+    tried = fail_loads(rig, monkeypatch)
+
+    end = rig.answer(prompt(1))
+
+    assert end.token_ids == expected
+    assert len(tried) == 2
+    assert end.usage.miss_tokens[MissReason.LOAD_FAILED] == 96
+    assert rig.engine.snapshot().queue_seconds.count == 2, "a request waits for its turn once"
+    rig.assert_nothing_is_held()
+
+
+def test_a_request_put_back_before_its_first_token_books_its_prompt_as_it_was_found(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(device=256, chunk=2, start=False)
+    grows = rig.ask(prompt(1, 60), max_tokens=45)
+    while not grows.events:
+        rig.turn()
+    put_back = rig.ask(prompt(2, 150), max_tokens=4)  # has to go for the other's next page
+    while rig.turn():
+        pass
+
+    usage = put_back.wait(0).usage
+    assert rig.engine._turns.counters.preemptions == 1
+    assert usage.cached_tokens == 0, "what it had computed itself is no hit"
+    assert sum(usage.miss_tokens.values()) == 150
+    assert rig.engine._cache.counters.hit_tokens.total() == 0
+    assert rig.engine._turns.counters.queue_seconds.count == 2
+
+
+def test_a_request_whose_loads_failed_does_not_load_again_after_following(
+    make_rig: MakeRig,
+) -> None:
+    """Once the store has failed a request, giving up on a leader does not send it back there."""
+    rig = make_rig(chunk=1, start=False, cache={"prefetch": {"join_deadline_seconds": 0.01}})
+    rig.ask(prompt(1, 400))
+    rig.turn()
+    follower = rig.ask(prompt(1, 400))
+    rig.turn()
+    active = rig.engine._turns._waiting[0]
+    assert active.follow is not None
+    active.give_up = MissReason.LOAD_FAILED
+    time.sleep(0.02)
+    rig.turn()
+    assert active.lease is not None, "it computes for itself"
+    assert active.give_up is MissReason.LOAD_FAILED
+    follower.abort()
+
+
+def test_an_engine_whose_requests_all_wait_does_not_spin(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(
+        device=2048, host=2048, disk=100_000, start=False, engine={"max_running_requests": 1},
+        cache={"prefetch": {"join_deadline_seconds": 0.01}},
+    )  # fmt: skip
+    turns, cache = rig.engine._turns, rig.engine._cache
+    stored = rig.ask(prompt(1, 321))
+    while rig.turn() or not cache.idle:
+        pass
+    stored.wait(0)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        cache.evict(tier)
+    holds_a_place = rig.ask(prompt(2, 100), max_tokens=None)
+    rig.turn()
+    rig.ask(prompt(1, 321))
+    monkeypatch.setattr(cache._transfers, "completions", list)  # a slow disk
+    rig.turn()
+    holds_a_place.abort()
+    rig.engine._take_commands()
+    assert turns._working_copies.acquire(turns._working_copies.free_tokens), "no room to start"
+    rig.turn()
+    (queued,) = turns._waiting
+    assert queued.waiting_since_seconds is not None, "it waits for what is being read"
+    time.sleep(0.02)
+    while rig.turn():
+        pass
+    assert turns.idle_seconds(2.0) > 0
+    monkeypatch.undo()
+    while rig.turn():
+        pass
+    assert turns.idle_seconds(2.0) > 0

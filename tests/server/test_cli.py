@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -133,6 +135,24 @@ def test_stats_without_a_server_says_so_plainly() -> None:
     done = tiercache("stats", "--url", f"http://127.0.0.1:{port}")
     assert done.returncode == 1
     assert "no answer from" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("answer", [(404, '{"detail": "Not Found"}'), (200, "[]"), (200, "hi")])
+def test_stats_of_another_kind_of_server_says_so_plainly(answer: tuple[int, str]) -> None:
+    status, body = answer
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+    with HTTPServer(("127.0.0.1", 0), Stranger) as stranger:
+        Thread(target=stranger.handle_request, daemon=True).start()
+        done = tiercache("stats", "--url", f"http://127.0.0.1:{stranger.server_port}")
+    assert done.returncode == 1
+    assert "is not a tiercache" in done.stderr
     assert "Traceback" not in done.stderr
 
 

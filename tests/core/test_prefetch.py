@@ -1,0 +1,105 @@
+"""What is read ahead for queued requests, on tiny pools with transfers in the test's hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache.prefetch import Prefetcher
+from tiercache.testing.rig import CacheRig
+from tiercache.tiers.disk import DiskStore
+from tiercache.types import PageIds, Tier
+
+N = b"n" * 32
+PAGE_BYTES = 4 * 32
+
+
+def prompt(seed: int, pages: int) -> np.ndarray:
+    """Tokens of so many pages and one more, unlike any other seed's."""
+    return np.arange(seed * 1000, seed * 1000 + 4 * pages + 1, dtype=np.int32)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    store = DiskStore.open(
+        tmp_path / "store",
+        capacity_bytes=4 << 20,
+        page_bytes=PAGE_BYTES,
+        page_tokens=4,
+        free_space_floor_bytes=0,
+    )
+    yield store
+    store.close()
+
+
+def stored(rig: CacheRig, tokens: np.ndarray, *emptied: Tier) -> PageIds:
+    """Stores a prompt everywhere, takes its copies off `emptied`, and returns its pages."""
+    rig.store_prompt(tokens)
+    rig.settle()
+    match = rig.cache.tree.match(N, 0, tokens)
+    assert match is not None
+    for tier in emptied:
+        for page in match.pages[::-1].tolist():
+            rig.cache.room.leave(tier, np.array([page], np.int32))
+        rig.settle()
+    return match.pages
+
+
+def ready_on(rig: CacheRig, tier: Tier, pages: PageIds) -> bool:
+    return bool(rig.cache.catalog.ready_on(tier, pages).all())
+
+
+def test_room_made_for_pages_read_ahead_does_not_cost_the_copies_they_are_read_from(
+    store: DiskStore,
+) -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 4, Tier.DISK: 6}, store=store)
+    cold = stored(rig, prompt(1, 3), Tier.DEVICE, Tier.HOST)
+    stored(rig, prompt(2, 1), Tier.DEVICE, Tier.DISK)  # only on HOST: has to go to DISK first
+    stored(rig, prompt(3, 3), Tier.DEVICE)  # HOST and DISK are full now
+
+    Prefetcher(rig.cache, 1.0).begin("queued", N, prompt(1, 3))
+
+    assert ready_on(rig, Tier.DISK, cold)
+    rig.settle()
+    rig.assert_sound()
+
+
+def test_pages_read_ahead_are_not_the_first_to_leave_again(store: DiskStore) -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 4, Tier.DISK: 32}, store=store)
+    first = stored(rig, prompt(1, 2), Tier.DEVICE, Tier.HOST)
+    second = stored(rig, prompt(2, 2), Tier.DEVICE, Tier.HOST)
+    stored(rig, prompt(3, 4), Tier.DEVICE)  # used later than both, and fills HOST
+
+    prefetcher = Prefetcher(rig.cache, 1.0)
+    prefetcher.begin("one", N, prompt(1, 2))
+    rig.settle()
+    prefetcher.begin("two", N, prompt(2, 2))
+    rig.settle()
+
+    assert ready_on(rig, Tier.HOST, first)
+    assert ready_on(rig, Tier.HOST, second)
+    rig.assert_sound()
+
+
+def test_pages_of_an_old_generation_take_no_record_of_the_new_one_with_them(
+    store: DiskStore,
+) -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 16, Tier.DISK: 32}, store=store)
+    tokens = prompt(1, 3)
+    stored(rig, tokens)
+    holder = rig.acquire(tokens)  # pins the old generation's pages
+    rig.cache.flush()
+    rig.store_prompt(tokens)  # the same keys, in the new generation
+    rig.settle()
+
+    rig.cache.release(holder)  # the old pages go now
+    rig.settle()
+
+    match = rig.cache.tree.match(N, 1, tokens)
+    assert match is not None
+    assert ready_on(rig, Tier.DISK, match.pages)
+    keys = {record.key for record in store.records()}
+    assert keys == {rig.cache.key_of(int(page)) for page in match.pages}
