@@ -10,9 +10,10 @@ import pytest
 from tiercache.errors import ConfigError
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.metrics import EvictOutcome, MoveOutcome
+from tiercache.restore import restore
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.testing.rig import CacheRig
-from tiercache.transfer import PageOutcome
+from tiercache.transfer import Erase, PageOutcome
 from tiercache.types import MissReason, SlotState, Tier
 
 N = b"n" * 32
@@ -431,6 +432,22 @@ def test_a_smaller_disk_keeps_the_newest_and_never_a_child_alone() -> None:
     assert after.cache.catalog.page_count == 3
     after.settle()
     assert len(store.pages) == 3
+    after.assert_sound()
+
+
+def test_records_without_a_head_are_not_entered_and_are_erased() -> None:
+    store = SimulatedStore(32)
+    rig = rig_with_disk(store)
+    rig.store_prompt(prompt(1))
+    rig.settle()
+    records = store.records()
+    after = CacheRig({Tier.DEVICE: 16, Tier.DISK: 32})
+    after.cache.generation = store.generation
+    assert restore(after.cache, records[1:]) == 0
+    assert after.cache.catalog.page_count == 0
+    (erase,) = after.transfers.waiting
+    assert isinstance(erase, Erase)
+    assert set(erase.keys) == {record.key for record in records[1:]}
     after.assert_sound()
 
 
