@@ -116,6 +116,21 @@ def test_giving_up_a_load_leaves_writes_of_the_same_pages_alone() -> None:
     rig.assert_sound()
 
 
+@pytest.mark.parametrize(("host", "way"), [(16, [Tier.HOST, Tier.DEVICE]), (1, [Tier.DEVICE])])
+def test_pages_from_disk_pass_through_host_where_it_has_room(host: int, way: list[Tier]) -> None:
+    rig = rig_with_disk(SimulatedStore(32), host=host)
+    rig.store_prompt(prompt(1))
+    rig.settle()
+    rig.cache.evict(Tier.DEVICE)
+    rig.cache.evict(Tier.HOST)
+    lease = opened(rig, prompt(1))
+    (move,) = rig.transfers.waiting
+    assert [hop.tier for hop in move.hops] == way
+    rig.settle()
+    rig.assert_lease_reads_its_own(lease)
+    rig.assert_sound()
+
+
 # Adoption
 
 
