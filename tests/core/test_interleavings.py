@@ -9,7 +9,7 @@ import pytest
 
 from tiercache.errors import ConfigError
 from tiercache.lease import Fetch, Lease, Room
-from tiercache.metrics import EvictOutcome, MoveOutcome
+from tiercache.metrics import DropReason, EvictOutcome, MoveOutcome
 from tiercache.restore import restore
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.testing.rig import CacheRig
@@ -359,6 +359,8 @@ def test_what_cannot_be_written_anywhere_is_lost_and_counted() -> None:
             rig.transfers.run(fault=PageOutcome.FAILED)
     rig.store_prompt(prompt(2))
     assert rig.cache.counters.evicted_pages[(Tier.DEVICE, EvictOutcome.LOST)] == 4
+    assert rig.cache.counters.dropped_writes[DropReason.EVICTED_FIRST] == 4
+    assert rig.cache.counters.dropped_writes[DropReason.FAILED] == 4
     assert rig.cache.lookup(N, prompt(1)).matched_tokens == 0
     rig.assert_sound()
 
