@@ -9,10 +9,11 @@ import pytest
 
 from tiercache.errors import ConfigError
 from tiercache.lease import Fetch, Lease, Room
-from tiercache.metrics import EvictOutcome, MoveOutcome
+from tiercache.metrics import DropReason, EvictOutcome, MoveOutcome
+from tiercache.restore import restore
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.testing.rig import CacheRig
-from tiercache.transfer import PageOutcome
+from tiercache.transfer import Erase, PageOutcome
 from tiercache.types import MissReason, SlotState, Tier
 
 N = b"n" * 32
@@ -112,6 +113,21 @@ def test_giving_up_a_load_leaves_writes_of_the_same_pages_alone() -> None:
     rig.cache.release(lease)
     rig.settle()
     assert len(store.pages) == 4
+    rig.assert_sound()
+
+
+@pytest.mark.parametrize(("host", "way"), [(16, [Tier.HOST, Tier.DEVICE]), (1, [Tier.DEVICE])])
+def test_pages_from_disk_pass_through_host_where_it_has_room(host: int, way: list[Tier]) -> None:
+    rig = rig_with_disk(SimulatedStore(32), host=host)
+    rig.store_prompt(prompt(1))
+    rig.settle()
+    rig.cache.evict(Tier.DEVICE)
+    rig.cache.evict(Tier.HOST)
+    lease = opened(rig, prompt(1))
+    (move,) = rig.transfers.waiting
+    assert [hop.tier for hop in move.hops] == way
+    rig.settle()
+    rig.assert_lease_reads_its_own(lease)
     rig.assert_sound()
 
 
@@ -260,15 +276,15 @@ def test_a_write_that_began_before_a_flush_stores_nothing_that_can_be_found() ->
 
 def test_a_page_that_was_written_down_leaves_before_the_slower_tier_is_trimmed() -> None:
     """Otherwise HOST gives up what it was just given, as its coldest, for ever."""
-    rig = CacheRig({Tier.DEVICE: 8, Tier.HOST: 3}, watermarks=(0.7, 0.5))
-    for seed in range(1, 8):
-        rig.store_prompt(prompt(seed, 9))
-    for _ in range(40):
-        lease = rig.cache.acquire(N, prompt(9, 28))
-        if isinstance(lease, Lease):
-            break
-        rig.settle()
-    assert isinstance(lease, Lease), "room for it comes"
+    rig = CacheRig({Tier.DEVICE: 8, Tier.HOST: 2}, watermarks=(0.75, 0.5))
+    rig.store_prompt(prompt(1, 9))
+    rig.settle()
+    assert rig.cache.catalog.tiers[Tier.HOST].held_count == 1, "HOST may hold one of the two"
+
+    assert rig.cache.acquire(N, prompt(2, 25)) is Room.SOON
+    rig.settle()
+
+    opened(rig, prompt(2, 25))
     rig.assert_sound()
 
 
@@ -307,11 +323,30 @@ def test_a_page_that_got_a_child_while_it_was_written_down_stays() -> None:
 
 
 def test_a_chain_that_is_longer_than_disk_is_not_written_again_and_again() -> None:
-    store = SimulatedStore(6)
-    rig = rig_with_disk(store, watermarks=(0.9, 0.7), move_pages=2)
-    rig.store_prompt(prompt(1, 41))
-    rig.store_prompt(prompt(2, 17))
-    rig.settle(rounds=60)
+    store = SimulatedStore(5)
+    rig = rig_with_disk(store, watermarks=(0.9, 0.7), move_pages=1)
+    for seed in (2, 3):
+        rig.store_prompt(prompt(seed, 9))
+        rig.settle()
+    rig.store_prompt(prompt(1, 25))
+    for seed in (2, 3):  # used again before anything of the first prompt is written
+        rig.cache.release(opened(rig, prompt(seed, 9)))
+
+    rig.settle()
+
+    rig.assert_sound()
+    pages = rig.cache.tree.match(N, 0, prompt(1, 25)).pages
+    assert not rig.cache.catalog.ready_on(Tier.DISK, pages).all()
+
+
+def test_a_head_is_not_evicted_to_make_room_for_its_tail() -> None:
+    store = SimulatedStore(1)
+    rig = rig_with_disk(store)
+    rig.store_prompt(prompt(1, 9))
+    rig.settle()
+    pages = rig.cache.tree.match(N, 0, prompt(1, 9)).pages
+    assert rig.cache.catalog.ready_on(Tier.DISK, pages).tolist() == [True, False]
+    assert len(store.pages) == 1
     rig.assert_sound()
 
 
@@ -324,6 +359,8 @@ def test_what_cannot_be_written_anywhere_is_lost_and_counted() -> None:
             rig.transfers.run(fault=PageOutcome.FAILED)
     rig.store_prompt(prompt(2))
     assert rig.cache.counters.evicted_pages[(Tier.DEVICE, EvictOutcome.LOST)] == 4
+    assert rig.cache.counters.dropped_writes[DropReason.EVICTED_FIRST] == 4
+    assert rig.cache.counters.dropped_writes[DropReason.FAILED] == 4
     assert rig.cache.lookup(N, prompt(1)).matched_tokens == 0
     rig.assert_sound()
 
@@ -412,6 +449,22 @@ def test_a_smaller_disk_keeps_the_newest_and_never_a_child_alone() -> None:
     assert after.cache.catalog.page_count == 3
     after.settle()
     assert len(store.pages) == 3
+    after.assert_sound()
+
+
+def test_records_without_a_head_are_not_entered_and_are_erased() -> None:
+    store = SimulatedStore(32)
+    rig = rig_with_disk(store)
+    rig.store_prompt(prompt(1))
+    rig.settle()
+    records = store.records()
+    after = CacheRig({Tier.DEVICE: 16, Tier.DISK: 32})
+    after.cache.generation = store.generation
+    assert restore(after.cache, records[1:]) == 0
+    assert after.cache.catalog.page_count == 0
+    (erase,) = after.transfers.waiting
+    assert isinstance(erase, Erase)
+    assert set(erase.keys) == {record.key for record in records[1:]}
     after.assert_sound()
 
 
