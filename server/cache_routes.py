@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -144,7 +145,8 @@ async def flush(request: Request) -> dict[str, Any]:
 @router.get("/check")
 async def check(request: Request) -> dict[str, Any]:
     """Whether the books of the cache balance, and where they do not."""
-    problems = await served(request).command(lambda cache: cache.check())
+    frozen = await served(request).command(lambda cache: cache.freeze())
+    problems = await asyncio.to_thread(frozen.check)
     return {"sound": not problems, "problems": problems}
 
 

@@ -1,10 +1,11 @@
-"""The command line: `tiercache serve | config | stats | replay`.
+"""The command line: `tiercache serve | config | stats | replay | simulate`.
 
 What takes seconds to import (torch, transformers) is imported by `serve` alone.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,6 +75,8 @@ def serve(
     """Load the model, open the tiers and answer requests until stopped."""
     settings = _with_address(_load(config), host, port)
     listener = bind(settings.server)
+    # Read when torch is loaded: compute threads that spin between products starve copy workers.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from engine.build import build_engine
     from server.serve import serve_until_stopped
@@ -176,6 +179,28 @@ def replay(
             progress=progress,
         )
     )
+
+
+@app.command("simulate")
+def simulate_core(
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each seed.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after the other.")] = 1,
+    log: Annotated[Path | None, typer.Option(help="Write the counts to this file too.")] = None,
+) -> None:
+    """Run the cache in virtual time under faults, against a plain model of it.
+
+    The same seed and steps are the same run again. A failure prints what led to it.
+    """
+    from tiercache.simulation.run import simulate
+
+    report = simulate(seed, seeds, steps)
+    text = report.json(command=f"tiercache simulate --seed {seed} --steps {steps} --seeds {seeds}")
+    if report.failure is not None:
+        raise _failed(report.failure.text())
+    print(text)
+    if log is not None:
+        log.write_text(text + "\n")
 
 
 def _load(path: Path | None) -> Config:

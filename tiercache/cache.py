@@ -25,25 +25,26 @@ from tiercache.admission import Admission, AdmissionRule
 from tiercache.books import account_prompt
 from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
-from tiercache.errors import LeaseError
+from tiercache.errors import ConfigError, LeaseError
 from tiercache.eviction import VictimQueue
 from tiercache.hints import HintGates
 from tiercache.keys import page_key, root_key
 from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
-from tiercache.moves import MoveBook
+from tiercache.moves import MoveBook, Settled
 from tiercache.names import chain_names, root_name
 from tiercache.pending import PendingPrefixes
 from tiercache.policies import PolicySettings, make_policy
 from tiercache.retention import Retention
 from tiercache.room import RoomMaker
-from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_format import PageRecord
-from tiercache.transfer import Transfers, batches
+from tiercache.transfer import PageStore, Transfers, batches
 from tiercache.tree import Match, Tree
 from tiercache.types import NO_PAGE, MissReason, PageIds, PageLayout, Slots, SlotState, Tier, Tokens
 from tiercache.wishes import Announcement, WillReturn, Wishes
 from tiercache.writes import WriteQueue
+
+_NO_PAGES = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class TierCache:
         settings: CacheSettings,
         transfers: Transfers,
         *,
-        store: DiskStore | None = None,
+        store: PageStore | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings
@@ -182,7 +183,7 @@ class TierCache:
         assert tokens.size >= 1
         if not self.settings.enabled:
             books = Books(tokens.size, {}, {MissReason.DISABLED: int(tokens.size)})
-            return self._open(namespace, tokens, np.empty(0, np.int32), books, caching=False)
+            return self._open(namespace, tokens, _NO_PAGES, books, caching=False)
         match = self.tree.match(namespace, self.generation, tokens)
         path, sources = self._usable(match, tokens, fetch)
         if match is not None and because is None and self._ends_at_bad_copy(match, path):
@@ -280,7 +281,7 @@ class TierCache:
             parent = int(lease.pages[stored - 1]) if stored else NO_PAGE
             self.tree.extend(match, tokens[(stored - first) * self.page_tokens :], added)
             self.catalog.attach(added, parent, stored)
-            self.enter(lease.namespace, lease.generation, added)
+            self.introduce(lease.namespace, lease.generation, added)
             self.catalog.pin(added)
             self.catalog.commit(Tier.DEVICE, added)
         lease.inserted_pages = upto
@@ -302,6 +303,7 @@ class TierCache:
         lease.state = LeaseState.CLOSED
         del self.leases[lease.serial]
         self._unpin(path)
+        self._give_up_loads(lease)
         if lease.generation != self.generation:
             self.reap()
 
@@ -344,6 +346,12 @@ class TierCache:
 
     # Questions and orders; see `inspection`
 
+    def stored_tokens(self, namespace: bytes, tokens: Tokens) -> int:
+        """Length of the stored prefix, wherever its pages are. A quick estimate; pages without any
+        copy count too."""
+        match = self.tree.match(namespace, self.generation, tokens)
+        return int(match.pages.size) * self.page_tokens if match else 0
+
     def lookup(self, namespace: bytes, tokens: Tokens) -> inspection.Lookup:
         return inspection.lookup(self, namespace, tokens)
 
@@ -361,6 +369,9 @@ class TierCache:
     def check(self) -> list[str]:
         return inspection.check(self)
 
+    def freeze(self) -> inspection.Frozen:
+        return inspection.freeze(self)
+
     # The background's life
 
     def tick(self) -> bool:
@@ -368,17 +379,11 @@ class TierCache:
         self.retention.expire()
         settled = self.moves.drain()
         for one in settled:
-            queue = self.writes.get(one.move.target)
-            if queue is not None and one.move.source < one.move.target:
-                queue.settle(one)
-                self.room.finish_demotion(one.arrived)
-            for page in one.failed.tolist():
-                self.room.give_up_demotion(page)
-                self.forget_if_gone(page)
+            self._enter(one)
         if settled:
             self.reap()
-        for tier, limits in self.settings.tiers.items():
-            self.room.trim(tier, limits.high_watermark, limits.low_watermark)
+        for tier in self.settings.tiers:
+            self._trim(tier)
         for queue in self.writes.values():
             queue.pump(self.room)
         return bool(settled)
@@ -388,10 +393,28 @@ class TierCache:
         """Nothing is in flight and nothing waits to be written."""
         return not self.moves.open and all(queue.idle for queue in self.writes.values())
 
+    def resize(self, tier: Tier, capacity_pages: int) -> None:
+        """Changes how many pages `tier` may hold, between 1 and what its pool was built for.
+
+        Growing is immediate. Shrinking evicts what may leave, coldest first, now and at every
+        tick; pages that are held stay until they are let go. The memory itself stays allocated.
+        Raises ConfigError for a size that the pool cannot have.
+        """
+        columns = self.catalog.tiers[tier]
+        if not 1 <= capacity_pages <= columns.pool_pages:
+            raise ConfigError(
+                f"tiers.{tier.label}.capacity: {capacity_pages} pages asked for; "
+                f"this tier was opened for 1 to {columns.pool_pages}"
+            )
+        columns.resize(capacity_pages)
+        self._trim(tier)
+
     def start_generation(self, generation: int) -> None:
         """Makes everything stored so far unreachable. Pinned pages go when their holders do."""
         assert generation > self.generation
         self.generation = generation
+        self.pending.clear()
+        self.room.clear()
         self.retention.release_all()
         self.reap()
 
@@ -403,6 +426,8 @@ class TierCache:
         self.disk_detached = True
         self.writes.pop(Tier.DISK, None)
         columns = self.catalog.tiers[Tier.DISK]
+        filling = columns.slot_page[columns.slot_state == int(SlotState.FILLING)]
+        self.catalog.retire(Tier.DISK, filling)  # freed when their writes have ended
         ready = columns.slot_page[columns.slot_state == int(SlotState.READY)]
         self.catalog.drop(Tier.DISK, ready)
         for page in ready.tolist():
@@ -434,7 +459,7 @@ class TierCache:
             self._forget(page)
             page = parent
 
-    def enter(self, namespace: bytes, generation: int, pages: PageIds) -> None:
+    def introduce(self, namespace: bytes, generation: int, pages: PageIds) -> None:
         """Tells the policies of a run of pages new in the tree, before their first touch."""
         if self.wishes.active or any(q.policy.remembers for q in self.queues.values()):
             above = self._name_of(int(self.catalog.parent[pages[0]]), namespace, generation)
@@ -537,6 +562,33 @@ class TierCache:
             return (Tier.DEVICE,)
         return (Tier.HOST, Tier.DEVICE)
 
+    def _enter(self, settled: Settled) -> None:
+        """Tells whoever asked for the move, and forgets pages that it left without a copy."""
+        queue = self.writes.get(settled.move.target)
+        if queue is not None and settled.move.source < settled.move.target:
+            queue.settle(settled)
+            self.room.written(settled.arrived)
+        for page in settled.failed.tolist():
+            self.room.stays(page)
+            self.forget_if_gone(page)
+
+    def _trim(self, tier: Tier) -> None:
+        limits = self.settings.tiers[tier]
+        self.room.trim(tier, limits.high_watermark, limits.low_watermark)
+
+    def _give_up_loads(self, lease: Lease) -> None:
+        """Takes back loads that no worker has begun and that only this lease waited for."""
+        if not lease.awaited.size:
+            return
+        waited = [other.awaited for other in self.leases.values()]
+        wanted = np.concatenate([*waited, _NO_PAGES])
+        for move in self.moves.loads():
+            mine = np.isin(move.pages, lease.awaited).any()
+            if mine and not np.isin(move.pages, wanted).any():
+                settled = self.moves.cancel(move)
+                if settled is not None:
+                    self._enter(settled)
+
     def _extend_own(self, lease: Lease, pages: int) -> None:
         own = self.catalog.new_pages(pages)
         self.catalog.begin_fill(Tier.DEVICE, own)
@@ -626,7 +678,7 @@ class TierCache:
         forgotten = pages.tolist()
         self.moves.holes.difference_update(forgotten)
         for page in forgotten:
-            self.room.give_up_demotion(page)
+            self.room.stays(page)
         for victims in self.queues.values():
             victims.policy.forget(pages)
         for queue in self.writes.values():

@@ -55,6 +55,13 @@ class FreeIds:
         self._given[self._given_count : count] = ids
         self._given_count = count
 
+    def copy(self) -> FreeIds:
+        twin = FreeIds(self.limit)
+        twin._new = self._new
+        twin._given = self._given.copy()
+        twin._given_count = self._given_count
+        return twin
+
     def sorted(self) -> np.ndarray:
         """All free numbers, ascending."""
         given = self._given[: self._given_count]
@@ -68,6 +75,7 @@ class TierColumns:
     """
 
     __slots__ = (
+        "capacity_pages",
         "free_slots",
         "resident_children",
         "score",
@@ -81,6 +89,8 @@ class TierColumns:
 
     def __init__(self, tier: Tier, capacity_pages: int, rows: int) -> None:
         self.tier = tier
+        self.capacity_pages = capacity_pages
+        """Slots that may be held; never more than the pool has. See `resize`."""
         self.slot = np.full(rows, NO_SLOT, np.int32)
         self.state = np.zeros(rows, np.uint8)
         self.score = np.zeros(rows, np.float64)
@@ -91,16 +101,41 @@ class TierColumns:
         self.free_slots = FreeIds(capacity_pages)
 
     @property
-    def capacity_pages(self) -> int:
+    def pool_pages(self) -> int:
+        """Slots there are."""
         return int(self.slot_page.size)
 
     @property
+    def held_count(self) -> int:
+        """Slots that are not FREE."""
+        return self.pool_pages - self.slot_counts[_FREE]
+
+    @property
     def free_count(self) -> int:
-        return self.slot_counts[_FREE]
+        """Slots that can be filled now."""
+        return max(0, self.capacity_pages - self.held_count)
 
     @property
     def retiring_count(self) -> int:
         return self.slot_counts[_RETIRING]
+
+    def resize(self, capacity_pages: int) -> None:
+        """Lets up to `capacity_pages` slots be held from now on.
+
+        What is held beyond that stays until it leaves; nothing is filled before that.
+        """
+        assert 0 < capacity_pages <= self.pool_pages
+        self.capacity_pages = capacity_pages
+
+    def copy(self) -> TierColumns:
+        """The same columns, independent of these; `score` is left out, nothing in it can break."""
+        twin = TierColumns(self.tier, 0, 0)
+        for name in ("slot", "state", "resident_children", "slot_page", "slot_state"):
+            setattr(twin, name, getattr(self, name).copy())
+        twin.slot_counts = self.slot_counts.copy()
+        twin.free_slots = self.free_slots.copy()
+        twin.capacity_pages = self.capacity_pages
+        return twin
 
     def count(self, source: int, target: int, slots: int) -> None:
         """`slots` slots go from one state to another."""

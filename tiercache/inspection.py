@@ -6,15 +6,16 @@ Everything here runs on the engine thread over a `TierCache` and returns immutab
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.catalog import runs
+from tiercache.catalog import Catalog, runs
 from tiercache.errors import TierError
-from tiercache.metrics import CacheSnapshot, EvictOutcome, TierSnapshot
+from tiercache.metrics import CacheCounters, CacheSnapshot, EvictOutcome, TierSnapshot
+from tiercache.tree import Tree
 from tiercache.types import NO_PAGE, PageIds, SlotState, Tier, Tokens
 
 if TYPE_CHECKING:  # the facade offers these functions as methods
@@ -143,7 +144,7 @@ def flush(cache: TierCache) -> FlushReport:
     generation = cache.generation + 1
     detached: tuple[Tier, ...] = ()
     reason = ""
-    before = {tier: _in_tree(cache, tier) for tier in cache.catalog.tiers}
+    before = _stored(cache, lambda stored: stored == cache.generation)
     if cache.store is not None:
         try:
             cache.store.set_generation(generation)
@@ -154,17 +155,24 @@ def flush(cache: TierCache) -> FlushReport:
     return FlushReport(
         generation=generation,
         unreachable_pages=before,
-        held_pages={tier: _in_tree(cache, tier) for tier in cache.catalog.tiers},
+        held_pages=_stored(cache, lambda stored: stored < generation),
         detached=detached,
         reason=reason,
     )
 
 
-def _in_tree(cache: TierCache, tier: Tier) -> int:
-    """Pages of the tree with a copy on `tier`; pages that leases are filling are not counted."""
-    columns = cache.catalog.tiers[tier]
-    own = sum(lease.own.size for lease in cache.leases.values()) if tier is Tier.DEVICE else 0
-    return int(np.count_nonzero(columns.slot_page != NO_PAGE)) - own
+def _stored(cache: TierCache, wanted: Callable[[int], bool]) -> dict[Tier, int]:
+    """Pages of the tree with a copy on each tier, of the generations that are `wanted`."""
+    pages: list[int] = []
+    for namespace, generation in cache.tree.roots:
+        root = cache.tree.root(namespace, generation)
+        if root is not None and wanted(generation):
+            pages.extend(cache.tree.subtree(root))
+    ids = np.array(pages, np.int32)
+    return {
+        tier: int(np.count_nonzero(columns.is_resident(ids)))
+        for tier, columns in cache.catalog.tiers.items()
+    }
 
 
 def snapshot(cache: TierCache) -> CacheSnapshot:
@@ -187,72 +195,126 @@ def snapshot(cache: TierCache) -> CacheSnapshot:
 def _tier_snapshot(cache: TierCache, tier: Tier) -> TierSnapshot:
     limits = cache.settings.tiers[tier]
     counts = cache.catalog.slot_counts(tier)
-    used_pages = limits.capacity_pages - counts[SlotState.FREE]
+    columns = cache.catalog.tiers[tier]
     page_bytes = cache.settings.layout.page_bytes
     reason = cache.moves.trouble.get(tier, "")
     if tier is Tier.DISK and cache.disk_detached:
         reason = "detached: the last flush could not be recorded on disk; restart to use it again"
     return TierSnapshot(
         tier=tier,
-        capacity_bytes=limits.capacity_bytes,
-        capacity_pages=limits.capacity_pages,
+        capacity_bytes=limits.capacity_bytes * columns.capacity_pages // limits.capacity_pages,
+        capacity_pages=columns.capacity_pages,
         page_bytes=page_bytes,
         page_tokens=cache.page_tokens,
         pages=counts,
-        used_bytes=used_pages * page_bytes,
+        used_bytes=columns.held_count * page_bytes,
         healthy=not reason,
         reason=reason,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The books at one moment, as far as the invariants speak of them.
+
+    From `freeze` it is a copy that nobody changes: `check` may run on any thread.
+    """
+
+    tree: Tree
+    catalog: Catalog
+    counters: CacheCounters
+    leased: PageIds
+    """Pages that open leases have pinned, once for each lease."""
+    own: PageIds
+    """Pages that only their lease knows."""
+    pinned: PageIds
+    """Pages that retention has pinned, once for each pin."""
+    moving: PageIds
+    """Pages of open moves, once for each move."""
+    holes: frozenset[int]
+
+    def check(self) -> list[str]:
+        """Every invariant that can be stated over the books, restated; what is broken, in words."""
+        held = np.concatenate((self.leased, self.pinned, self.moving))
+        pins = np.bincount(held, minlength=self.catalog.pins.size)
+        return [
+            *self.tree.check(),
+            *self.catalog.check(pins),
+            *self.counters.check(),
+            *self._check_rows(),
+            *self._check_disk_parents(),
+        ]
+
+    def _check_rows(self) -> list[str]:
+        """I1 and I4 over all rows: in one node or in one open lease, and there for a reason."""
+        live = np.flatnonzero(self.catalog.live).astype(np.int32)
+        in_tree = self.tree.placed(live)
+        homes = in_tree + np.bincount(self.own, minlength=self.catalog.live.size)[live]
+        problems = [
+            f"I1 page {page} has {count} homes"
+            for page, count in zip(live.tolist(), homes.tolist(), strict=True)
+            if count != 1
+        ]
+        copies = np.zeros(live.size, np.bool_)
+        for columns in self.catalog.tiers.values():
+            copies |= columns.is_resident(live)
+        gone = live[in_tree & ~copies & (self.catalog.pins[live] == 0)]
+        problems += [
+            f"I4 page {page} has no copy and no child and is not forgotten"
+            for page in gone.tolist()
+            if self.tree.is_leaf(page)
+        ]
+        if self.tree.page_count + self.own.size != live.size:
+            problems.append("I1 the tree or a lease names a page that has no row")
+        return problems
+
+    def _check_disk_parents(self) -> list[str]:
+        """I10: a DISK copy's parent is on DISK, is a root, or is a hole left by a bad copy."""
+        columns = self.catalog.tiers.get(Tier.DISK)
+        if columns is None:
+            return []
+        pages = np.flatnonzero(columns.state == int(SlotState.READY))
+        parents = self.catalog.parent[pages]
+        headless = (parents != NO_PAGE) & ~columns.is_resident(parents)
+        return [
+            f"I10 page {page} is on DISK, its parent {parent} is not"
+            for page, parent in zip(
+                pages[headless].tolist(), parents[headless].tolist(), strict=True
+            )
+            if parent not in self.holes
+        ]
+
+
+def freeze(cache: TierCache) -> Frozen:
+    """A copy of the books, to be checked elsewhere. O(pages), a few bytes of each."""
+    live = _books(cache)
+    return replace(
+        live,
+        tree=live.tree.copy(),
+        catalog=live.catalog.copy(),
+        counters=live.counters.copy(),
+    )
+
+
 def check(cache: TierCache) -> list[str]:
     """Every invariant that can be stated over the books, restated; what is broken, in words."""
-    return [
-        *cache.tree.check(),
-        *cache.catalog.check(_expected_pins(cache)),
-        *cache.counters.check(),
-        *_check_rows(cache),
-        *_check_disk_parents(cache),
-    ]
+    return _books(cache).check()
 
 
-def _expected_pins(cache: TierCache) -> dict[int, int]:
-    pins: Counter[int] = Counter()
-    for lease in cache.leases.values():
-        pins.update(lease.path.tolist())
-    for move in cache.moves.moves():
-        pins.update(move.pages.tolist())
-    for pin in cache.retention.pins:
-        pins.update(pin.pages)
-    return pins
+def _books(cache: TierCache) -> Frozen:
+    """The live books: good until the cache is changed."""
+    leases = cache.leases.values()
+    return Frozen(
+        tree=cache.tree,
+        catalog=cache.catalog,
+        counters=cache.counters,
+        leased=_joined(lease.path for lease in leases),
+        own=_joined(lease.own for lease in leases),
+        pinned=_joined(np.array(pin.pages, np.int32) for pin in cache.retention.pins),
+        moving=_joined(move.pages for move in cache.moves.moves()),
+        holes=frozenset(cache.moves.holes),
+    )
 
 
-def _check_rows(cache: TierCache) -> list[str]:
-    """I1 and I4 over all rows: in one node or in one open lease, and there for a reason."""
-    problems: list[str] = []
-    owned = Counter(page for lease in cache.leases.values() for page in lease.own.tolist())
-    for page in np.flatnonzero(cache.catalog.live).tolist():
-        homes = cache.tree.contains(page) + owned[page]
-        if homes != 1:
-            problems.append(f"I1 page {page} has {homes} homes")
-        gone = not cache.catalog.copies(page) and not cache.catalog.pins[page]
-        if cache.tree.contains(page) and gone and cache.tree.is_leaf(page):
-            problems.append(f"I4 page {page} has no copy and no child and is not forgotten")
-    if cache.tree.page_count + len(owned) != cache.catalog.page_count:
-        problems.append("I1 the tree or a lease names a page that has no row")
-    return problems
-
-
-def _check_disk_parents(cache: TierCache) -> list[str]:
-    """I10: a DISK copy's parent is on DISK, is a root, or is a hole left by a bad copy."""
-    columns = cache.catalog.tiers.get(Tier.DISK)
-    if columns is None:
-        return []
-    pages = np.flatnonzero(columns.state == int(SlotState.READY))
-    parents = cache.catalog.parent[pages]
-    headless = (parents != NO_PAGE) & ~columns.is_resident(parents)
-    return [
-        f"I10 page {page} is on DISK, its parent {parent} is not"
-        for page, parent in zip(pages[headless].tolist(), parents[headless].tolist(), strict=True)
-        if parent not in cache.moves.holes
-    ]
+def _joined(parts: Iterable[PageIds]) -> PageIds:
+    return np.concatenate((np.empty(0, np.int32), *parts))

@@ -51,7 +51,7 @@ class MoveBook:
         self._next_serial = 0
         self.open: dict[int, Job] = {}
         self.holes: set[int] = set()
-        """Pages whose DISK copy turned out bad while pages below them are on DISK."""
+        """Pages that have no DISK copy, by a fault, while pages below them may have one."""
         self.trouble: dict[Tier, str] = {}
         """What went wrong on a tier last, until something goes right there."""
 
@@ -95,8 +95,20 @@ class MoveBook:
                 settled.append(self._settle(completion, job))
         return settled
 
+    def cancel(self, move: Move) -> Settled | None:
+        """Takes back a move that no worker has begun; None when it is too late for that."""
+        if not self._transfers.cancel(move):
+            return None
+        del self.open[move.serial]
+        outcomes = (PageOutcome.CANCELLED,) * int(move.pages.size)
+        return self._settle(Completion(move, outcomes, 0.0), move)
+
     def moves(self) -> list[Move]:
         return [job for job in self.open.values() if isinstance(job, Move)]
+
+    def loads(self) -> list[Move]:
+        """The open moves that bring pages to DEVICE."""
+        return [move for move in self.moves() if move.target is Tier.DEVICE]
 
     def _settle_erase(self, completion: Completion, erase: Erase) -> None:
         if completion.error:
@@ -131,6 +143,10 @@ class MoveBook:
                 self.holes.difference_update(move.pages[own & done].tolist())
         lost = own & ~done
         if lost.any():
+            if hop.tier is Tier.DISK:
+                # A child behind it may find the record of an earlier life that could not be erased.
+                followed = columns.resident_children[move.pages] > 0
+                self.holes.update(move.pages[lost & followed].tolist())
             slots = self._catalog.retire(hop.tier, move.pages[lost])
             self._catalog.free_retired(hop.tier, slots)
         if (~own).any():
@@ -147,12 +163,13 @@ class MoveBook:
         arrived = int(np.count_nonzero(done))
         lane = (move.source, move.target)
         counters = self._counters
-        for outcome, pages in (
-            (MoveOutcome.DONE, arrived),
-            (MoveOutcome.FAILED, move.pages.size - arrived),
-        ):
+        cancelled = completion.outcomes[0] is PageOutcome.CANCELLED
+        missed = MoveOutcome.CANCELLED if cancelled else MoveOutcome.FAILED
+        for outcome, pages in ((MoveOutcome.DONE, arrived), (missed, move.pages.size - arrived)):
             if pages:
                 counters.moved_bytes[(*lane, outcome)] += pages * self._page_bytes
+        if cancelled:
+            return
         counters.move_seconds.setdefault(lane, Histogram()).observe(completion.seconds)
         slow = max(lane)
         if any(outcome is PageOutcome.FAILED for outcome in completion.outcomes):

@@ -28,6 +28,10 @@ class PendingPrefixes:
     def retire(self, lease: Lease) -> None:
         self._leaders.pop(lease.serial, None)
 
+    def clear(self) -> None:
+        """Nobody leads any more: a generation ended, and what its leases compute is not stored."""
+        self._leaders.clear()
+
     def advance(self, lease: Lease) -> None:
         """The lease inserted pages; once its whole prompt is in, nobody needs to wait for it."""
         if lease.inserted_pages >= lease.prompt_tokens // self._page_tokens:

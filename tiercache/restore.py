@@ -39,12 +39,13 @@ def restore(cache: TierCache, records: Sequence[PageRecord]) -> int:
 def _choose(
     cache: TierCache, records: Sequence[PageRecord]
 ) -> tuple[list[PageRecord], list[PageRecord]]:
-    """What fits, newest use first; a parent is used whenever its child is, so it sorts before."""
+    """What fits, newest use first, and never a page without its parent."""
+    last_use = _last_use(records)
     capacity_pages = cache.catalog.tiers[Tier.DISK].capacity_pages
     known: set[bytes] = set()
     kept: list[PageRecord] = []
     dropped: list[PageRecord] = []
-    for record in sorted(records, key=lambda r: (-r.last_use_seconds, r.depth)):
+    for record in sorted(records, key=lambda r: (-last_use[r.key], r.depth)):
         has_head = record.depth == 0 or record.parent in known
         if len(kept) < capacity_pages and has_head and record.generation == cache.generation:
             kept.append(record)
@@ -52,6 +53,17 @@ def _choose(
         else:
             dropped.append(record)
     return kept, dropped
+
+
+def _last_use(records: Sequence[PageRecord]) -> dict[bytes, float]:
+    """Last use by key. A page was used whenever one below it was, also where its own record is
+    older, since a record is not written anew with each use."""
+    last_use = {record.key: record.last_use_seconds for record in records}
+    for record in sorted(records, key=lambda r: -r.depth):
+        if record.depth:
+            above = last_use.get(record.parent, 0.0)
+            last_use[record.parent] = max(above, last_use[record.key])
+    return last_use
 
 
 def _hang(
@@ -89,7 +101,7 @@ def _run_from(first: PageRecord, children: dict[bytes, list[PageRecord]]) -> lis
 def _enter(cache: TierCache, ids: np.ndarray, parent: int, run: list[PageRecord]) -> None:
     catalog = cache.catalog
     catalog.attach(ids, parent, run[0].depth)
-    cache.enter(run[0].namespace, cache.generation, ids)
+    cache.introduce(run[0].namespace, cache.generation, ids)
     catalog.hits[ids] = [record.hits for record in run]
     catalog.last_use_seconds[ids] = [record.last_use_seconds for record in run]
     keys = np.frombuffer(b"".join(record.key for record in run), np.uint8)

@@ -42,7 +42,8 @@ class RoomMaker:
         self._demote = demote
         self._forget = forget
         self._slowest = max(catalog.tiers)
-        self._demoting: dict[int, Tier] = {}
+        self._leaving: dict[int, Tier] = {}
+        """Pages that are being written down before they leave a tier."""
 
     def make(self, tier: Tier, pages: int) -> Room:
         """Tries to have `pages` free slots on `tier`.
@@ -55,7 +56,7 @@ class RoomMaker:
             return Room.NOW
         if pages > columns.capacity_pages:
             return Room.NONE
-        shortfall = pages - columns.free_count - columns.retiring_count
+        shortfall = pages + columns.held_count - columns.retiring_count - columns.capacity_pages
         if not self._catalog.has_unpinned_ready(tier, shortfall):
             return Room.SOON if self._moves.open else Room.NONE
         if shortfall > 0:
@@ -68,9 +69,28 @@ class RoomMaker:
         """Evicts ahead: above the high watermark, down to the low one."""
         columns = self._catalog.tiers[tier]
         capacity = columns.capacity_pages
-        used = capacity - columns.free_count - columns.retiring_count
+        used = columns.held_count - columns.retiring_count
         if used > int(high_watermark * capacity):
             self._evict_until(tier, used - int(low_watermark * capacity))
+
+    def written(self, pages: PageIds) -> None:
+        """Pages got a copy on a slower tier: those that had to have one before they leave, leave.
+
+        At once, since the slower tier may be trimmed next, and would give up the coldest first: the
+        very pages that were just written.
+        """
+        for page in pages.tolist():
+            tier = self._leaving.pop(page, None)
+            if tier is not None and self._catalog.is_evictable(tier, page):
+                self._evict_one(tier, page)
+
+    def stays(self, page: int) -> None:
+        """The page could not be written down, or is no more."""
+        self._leaving.pop(page, None)
+
+    def clear(self) -> None:
+        """A generation ended: its pages go as soon as nobody holds them, written down or not."""
+        self._leaving.clear()
 
     def _evict_until(self, tier: Tier, pages: int) -> None:
         """Evicts up to `pages` pages; pages that had to be demoted first count when they go."""
@@ -107,28 +127,12 @@ class RoomMaker:
             self._leave(tier, pages)
             self._count(tier, EvictOutcome.COPY_ELSEWHERE, 1)
         elif self._demote(tier, page):
-            self._demoting[page] = tier
+            self._leaving[page] = tier
             return False
         else:
             self._leave(tier, pages)
             self._lose(tier, pages)
         return True
-
-    def finish_demotion(self, pages: PageIds) -> None:
-        """Copies of `pages` have arrived on a slower tier: those written to leave a tier leave it.
-
-        At once, since the slower tier may give such a copy up again the next moment; what was
-        taken up again meanwhile stays.
-        """
-        for page in pages.tolist():
-            tier = self._demoting.pop(page, None)
-            if tier is not None and self._catalog.is_evictable(tier, page):
-                self._leave(tier, np.array([page], np.int32))
-                self._count(tier, EvictOutcome.COPY_ELSEWHERE, 1)
-
-    def give_up_demotion(self, page: int) -> None:
-        """The page could not be written down, or is no more."""
-        self._demoting.pop(page, None)
 
     def _lose(self, tier: Tier, pages: PageIds) -> None:
         """These had no other copy."""

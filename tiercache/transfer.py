@@ -11,15 +11,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-
 from tiercache.errors import PageCorrupt, TierError
-from tiercache.tiers.disk import DiskStore, PageRecord, WriteOutcome
+from tiercache.tiers.disk_facts import WriteOutcome
+from tiercache.tiers.disk_format import PageIdentity, PageRecord
 from tiercache.types import Bytes, PageIds, Slots, Tier
 
 
@@ -32,6 +32,7 @@ class PageOutcome(Enum):
     MISSING = "missing"
     NO_ROOM = "no_room"
     OLD_GENERATION = "old_generation"
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +84,41 @@ class Completion:
 class MemoryPool(Protocol):
     """DEVICE or HOST pages as rows of bytes, uint8 `[capacity_pages, page_bytes]`."""
 
-    rows: Bytes
+    @property
+    def rows(self) -> Bytes: ...
 
     def close(self) -> None: ...
 
 
+class PageStore(Protocol):
+    """What DISK has to offer; `DiskStore` says what each method promises."""
+
+    @property
+    def generation(self) -> int: ...
+
+    def records(self) -> list[PageRecord]: ...
+
+    def read_into(self, page: PageIdentity, out: Bytes) -> None: ...
+
+    def write(self, batch: Sequence[tuple[PageRecord, Bytes]]) -> list[WriteOutcome]: ...
+
+    def delete(self, keys: Iterable[bytes]) -> None: ...
+
+    def touch(self, updates: Mapping[bytes, tuple[float, int]]) -> None: ...
+
+    def set_generation(self, generation: int) -> None: ...
+
+
 class Transfers(Protocol):
-    """Carries jobs out. `submit` never waits; completions are collected by the one who submits."""
+    """Carries jobs out. `submit` never waits; completions are collected by the one who submits.
+
+    `cancel` takes back a job that no worker has begun. True means that it will never run and has
+    no completion; False that it is too late.
+    """
 
     def submit(self, job: Job) -> None: ...
+
+    def cancel(self, job: Job) -> bool: ...
 
     def completions(self) -> list[Completion]: ...
 
@@ -101,7 +128,7 @@ class Transfers(Protocol):
 class Carrier:
     """Does one job at a time, on whatever thread calls it. Has no state besides the pools."""
 
-    def __init__(self, pools: Mapping[Tier, MemoryPool], store: DiskStore | None) -> None:
+    def __init__(self, pools: Mapping[Tier, MemoryPool], store: PageStore | None) -> None:
         self._pools = pools
         self._store = store
 
@@ -190,6 +217,49 @@ def writes_disk(job: Job) -> bool:
     return isinstance(job, Erase) or job.target is Tier.DISK
 
 
+def reads_disk(job: Job) -> bool:
+    """Whether the job brings pages up from the store; several such run side by side."""
+    return isinstance(job, Move) and job.source is Tier.DISK
+
+
+class Lane:
+    """Jobs of one kind in the order of submission, for one worker or several."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def take(self) -> Job | None:
+        """The next job, waited for; None when the lane is closed and empty."""
+        with self._changed:
+            while not self._jobs:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            return self._jobs.popleft()
+
+    def withdraw(self, job: Job) -> bool:
+        """Takes `job` out if no worker has taken it yet."""
+        with self._changed:
+            for index, waiting in enumerate(self._jobs):
+                if waiting is job:
+                    del self._jobs[index]
+                    return True
+        return False
+
+    def close(self) -> None:
+        """Ends the workers once everything that waits is done."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class ThreadedTransfers:
     """Workers on threads: one for memory copies, one writer and several readers for DISK.
 
@@ -204,12 +274,10 @@ class ThreadedTransfers:
         self._carrier = carrier
         self._wake = wake
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._copies: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._copies, self._writes, self._reads = Lane(), Lane(), Lane()
         self._threads = [
-            threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
-            for name, jobs in [
+            threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+            for name, lane in [
                 ("tiercache-copy", self._copies),
                 ("tiercache-write", self._writes),
                 *((f"tiercache-read-{i}", self._reads) for i in range(reader_threads)),
@@ -219,12 +287,10 @@ class ThreadedTransfers:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        if writes_disk(job):
-            self._writes.put(job)
-        elif isinstance(job, Move) and job.source is Tier.DISK:
-            self._reads.put(job)
-        else:
-            self._copies.put(job)
+        self._lane(job).put(job)
+
+    def cancel(self, job: Job) -> bool:
+        return self._lane(job).withdraw(job)
 
     def completions(self) -> list[Completion]:
         done = []
@@ -236,15 +302,18 @@ class ThreadedTransfers:
 
     def close(self) -> None:
         """Finishes what was submitted, then ends the workers."""
-        for jobs in (self._copies, self._writes):
-            jobs.put(None)
-        for _ in range(len(self._threads) - 2):
-            self._reads.put(None)
+        for lane in (self._copies, self._writes, self._reads):
+            lane.close()
         for thread in self._threads:
             thread.join()
 
-    def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
-        while (job := jobs.get()) is not None:
+    def _lane(self, job: Job) -> Lane:
+        if writes_disk(job):
+            return self._writes
+        return self._reads if reads_disk(job) else self._copies
+
+    def _work(self, lane: Lane) -> None:
+        while (job := lane.take()) is not None:
             self._done.put(self._carrier.carry(job))
             self._wake()
 
@@ -252,7 +321,3 @@ class ThreadedTransfers:
 def batches(pages: PageIds, pages_per_batch: int) -> list[PageIds]:
     """Cuts a run of pages into moves of bounded size, in order."""
     return [pages[i : i + pages_per_batch] for i in range(0, pages.size, pages_per_batch)]
-
-
-EMPTY_SLOTS: Slots = np.empty(0, np.int32)
-EMPTY_PAGES: PageIds = np.empty(0, np.int32)

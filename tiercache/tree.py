@@ -250,6 +250,13 @@ class Tree:
     def contains(self, page: int) -> bool:
         return page < self._node_of.size and self._node_of[page] != NO_PAGE
 
+    def placed(self, pages: PageIds) -> np.ndarray:
+        """Boolean mask over `pages`: which are in a node."""
+        known = pages < self._node_of.size
+        placed = np.zeros(pages.size, np.bool_)
+        placed[known] = self._node_of[pages[known]] != NO_PAGE
+        return placed
+
     def children(self, page: int) -> list[int]:
         """Page ids that follow `page` directly: the next of its run, or the heads of its nodes."""
         node = self._nodes[int(self._node_of[page])]
@@ -419,6 +426,28 @@ class Tree:
         return int(self._depth_of[page]) - node.first_depth
 
     # Invariants
+
+    def copy(self) -> Tree:
+        """What `check` reads, independent of this tree: of its tokens only each node's first page.
+
+        O(nodes + pages).
+        """
+        twin = Tree(self.page_tokens)
+        twin._node_of = self._node_of.copy()
+        twin._depth_of = self._depth_of.copy()
+        for serial, node in self._nodes.items():
+            copied = Node(serial, None, node.first_depth, node.name)
+            copied.page_count = node.page_count
+            copied._pages = node.pages.copy()
+            copied._tokens = node.tokens(self.page_tokens)[: self.page_tokens].copy()
+            twin._nodes[serial] = copied
+        for serial, node in self._nodes.items():
+            children = {key: twin._nodes[child.serial] for key, child in node.children.items()}
+            twin._nodes[serial].children = children
+            if node.parent is not None:
+                twin._nodes[serial].parent = twin._nodes[node.parent.serial]
+        twin._roots = {name: twin._nodes[root.serial] for name, root in self._roots.items()}
+        return twin
 
     def check(self) -> list[str]:
         """I1 (tree side): every page is in exactly one node, and links agree both ways."""

@@ -53,7 +53,10 @@ class WriteQueue:
         self._admission = admission
         self._pages_per_move = pages_per_move
         self._open_moves = open_moves
-        self._wanted: OrderedDict[int, None] = OrderedDict()
+        self._wanted: OrderedDict[int, bool] = OrderedDict()
+        """Pages by urgency, and whether their ancestors were put ahead of them already: that is
+        done once, so a tier that gives up a chain's head before its end came is not written to
+        again and again."""
         self._refused: set[int] = set()
         self._in_flight = 0
 
@@ -72,7 +75,7 @@ class WriteQueue:
         missing = missing[admitted]
         for page in missing.tolist():
             if page not in self._refused:
-                self._wanted[page] = None
+                self._wanted.setdefault(page, False)
 
     def used_again(self, pages: PageIds) -> None:
         """Another request uses these: what was not admitted before may be now."""
@@ -90,9 +93,10 @@ class WriteQueue:
             self._drop(DropReason.NOT_ADMITTED, 1)
             return False
         if page not in self._refused:
-            self._put_back([page])
+            if not self._wanted.setdefault(page, False):
+                self._wanted.move_to_end(page, last=False)
             self.pump(room)
-        if self._admission.is_limited and self._wanted.pop(page, 0) is None:
+        if self._admission.is_limited and self._wanted.pop(page, None) is not None:
             self._drop(DropReason.RATE_LIMITED, 1)  # room cannot wait for a bucket to fill
         return page in self._wanted or self._is_coming(page)
 
@@ -160,8 +164,9 @@ class WriteQueue:
         return bool(fits.size)
 
     def _put_back(self, pages: list[int]) -> None:
+        """Next in turn again; whatever they need before them is on its way or in `pages`."""
         for page in reversed(pages):
-            self._wanted[page] = None
+            self._wanted[page] = True
             self._wanted.move_to_end(page, last=False)
 
     def _next_pages(self, affordable: int) -> PageIds:
@@ -181,6 +186,7 @@ class WriteQueue:
                 batch[link] = None
                 self._wanted.pop(link, None)
             if len(chain) > limit:
+                self._put_back(chain[limit:])
                 break
         return np.array(list(batch), np.int32)
 
@@ -197,7 +203,8 @@ class WriteQueue:
         while link != NO_PAGE and link not in batch:
             if columns.state[link] != int(SlotState.FREE):
                 break
-            if link in self._refused or self._source(link) is None:
+            is_late = link != page and self._wanted.get(page, False)
+            if is_late or link in self._refused or self._source(link) is None:
                 self._refuse(page, DropReason.EVICTED_FIRST)
                 return None
             chain.append(link)

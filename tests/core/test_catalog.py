@@ -167,7 +167,10 @@ class CatalogMachine(RuleBasedStateMachine):
     def the_columns_say_what_the_model_says(self) -> None:
         assert self.catalog.page_count == len(self.parent)
         assert self.catalog.pinned_count == sum(pins > 0 for pins in self.pins.values())
-        assert self.catalog.check(self.pins) == []
+        pins = np.zeros(self.catalog.rows, np.int32)
+        for page, count in self.pins.items():
+            pins[page] = count
+        assert self.catalog.check(pins) == []
         for tier, columns in self.catalog.tiers.items():
             for page in self.parent:
                 slot, state = self.copy.get((tier, page), (-1, SlotState.FREE))

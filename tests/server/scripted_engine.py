@@ -33,6 +33,7 @@ from tiercache.metrics import (
     EvictOutcome,
     Histogram,
     MoveOutcome,
+    PrefetchOutcome,
     TierSnapshot,
 )
 from tiercache.types import MissReason, SlotState, Tier, Tokens
@@ -70,6 +71,9 @@ class ScriptedCache:
     def flush(self) -> FlushReport:
         self.commands.append(("flush",))
         return FlushReport(7, {Tier.DEVICE: 5}, {Tier.DEVICE: 2}, self.detached, "no space left")
+
+    def freeze(self) -> ScriptedCache:
+        return self
 
     def check(self) -> list[str]:
         return self.problems
@@ -189,6 +193,7 @@ def engine_snapshot(tiers: tuple[TierSnapshot, ...]) -> EngineSnapshot:
         moved_bytes=Counter({(Tier.DISK, Tier.HOST, MoveOutcome.DONE): 4096}),
         evicted_pages=Counter({(Tier.DEVICE, EvictOutcome.LOST): 5}),
         dropped_writes=Counter({DropReason.NO_ROOM: 6}),
+        prefetch_pages=Counter({PrefetchOutcome.USED: 7}),
         tier_errors=Counter({(Tier.DISK, "io"): 7}),
         move_seconds={(Tier.HOST, Tier.DEVICE): seconds},
     )

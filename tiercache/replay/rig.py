@@ -31,6 +31,10 @@ class InstantTransfers:
         pages = 1 if isinstance(job, Erase) else int(job.pages.size)
         self._done.append(Completion(job, (PageOutcome.DONE,) * pages, 0.0))
 
+    def cancel(self, job: Job) -> bool:
+        """Too late, always."""
+        return False
+
     def completions(self) -> list[Completion]:
         done, self._done = self._done, []
         return done

@@ -12,9 +12,8 @@ from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.restore import restore
 from tiercache.testing.transfers import ManualTransfers
-from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.memory import ArrayPool
-from tiercache.transfer import Carrier, MemoryPool
+from tiercache.transfer import Carrier, MemoryPool, PageStore
 from tiercache.types import Bytes, PageLayout, SlotState, Tier, Tokens
 
 POISON = 0xA5
@@ -35,8 +34,9 @@ class CacheRig:
         capacity_pages: Mapping[Tier, int],
         *,
         page_tokens: int = 4,
-        store: DiskStore | None = None,
+        store: PageStore | None = None,
         move_pages: int = 4,
+        watermarks: tuple[float, float] = (1.0, 0.95),
     ) -> None:
         self.layout = PageLayout(1, 1, 8, page_tokens, "bfloat16")
         page_bytes = self.layout.page_bytes
@@ -51,7 +51,7 @@ class CacheRig:
             CacheSettings(
                 self.layout,
                 {
-                    tier: TierLimits(capacity, capacity * page_bytes)
+                    tier: TierLimits(capacity, capacity * page_bytes, *watermarks)
                     for tier, capacity in capacity_pages.items()
                 },
                 move_bytes=move_pages * page_bytes,

@@ -16,6 +16,13 @@ class ManualTransfers:
     def submit(self, job: Job) -> None:
         self.waiting.append(job)
 
+    def cancel(self, job: Job) -> bool:
+        for index, waiting in enumerate(self.waiting):
+            if waiting is job:
+                del self.waiting[index]
+                return True
+        return False
+
     def completions(self) -> list[Completion]:
         done, self._done = self._done, []
         return done

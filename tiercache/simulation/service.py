@@ -1,0 +1,300 @@
+"""A simulated engine: takes requests through their stages, and asks the model at each."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from random import Random
+
+import numpy as np
+
+from tiercache.clock import ManualClock
+from tiercache.lease import Fetch, Lease, Room
+from tiercache.simulation.journal import Journal
+from tiercache.simulation.oracle import Oracle, OracleError
+from tiercache.simulation.process import Process
+from tiercache.simulation.requests import Request, Stage
+from tiercache.simulation.scenario import Scenario
+from tiercache.types import MissReason, SlotState, Tier, Tokens
+
+_MOST_REFETCHES = 2
+
+
+class Service:
+    """The requests of one process."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        process: Process,
+        clock: ManualClock,
+        rng: Random,
+        journal: Journal,
+        oracle: Oracle,
+    ) -> None:
+        self._scenario = scenario
+        self._page_tokens = scenario.layout.page_tokens
+        self._process = process
+        self._cache = process.cache
+        self._clock = clock
+        self._rng = rng
+        self._journal = journal
+        self._oracle = oracle
+        self._next_serial = 0
+        self.requests: list[Request] = []
+        self._admitted: list[Request] = []  # oldest first
+        self.answered: deque[Tokens] = deque(maxlen=8)
+
+    def submit(self, namespace: bytes, tokens: Tokens) -> Request:
+        self._next_serial += 1
+        request = Request(
+            serial=self._next_serial,
+            namespace=namespace,
+            tokens=tokens,
+            limit_tokens=tokens.size + self._rng.randint(1, 3 * self._page_tokens),
+        )
+        self.requests.append(request)
+        return request
+
+    def proceed(self, request: Request) -> None:
+        """Takes `request` one small step further."""
+        if request.lease is None:
+            if not self._follows(request):
+                self._start(request)
+        elif request.stage is Stage.FETCHING:
+            self._fetch(request, request.lease)
+        elif request.stage is Stage.PREFILLING:
+            self._prefill(request, request.lease)
+        else:
+            self._decode(request, request.lease)
+
+    def end(self, request: Request, how: str, *, release: bool = True) -> None:
+        """The request is over, at whatever stage; `release` is False when the process is gone."""
+        self._journal.count(how, self.stage_of(request))
+        if how in ("abort", "timeout", "shutdown"):
+            self._journal.count("ended early", self.stage_of(request))
+        self._say(request, how)
+        self.requests.remove(request)
+        self.answered.append(np.array(request.known_tokens))
+        if request.lease is not None and release:
+            self._let_go(request)
+
+    def stage_of(self, request: Request) -> Stage:
+        """Its stage, told apart by what is in flight for it."""
+        lease = request.lease
+        if lease is None:
+            return request.stage
+        if request.stage is Stage.FETCHING:
+            return self._fetching_stage(request, lease)
+        if request.stage is Stage.PREFILLING:
+            writes = (m for m in self._cache.moves.moves() if m.target > m.source)
+            if any(np.isin(move.pages, lease.path).any() for move in writes):
+                return Stage.PREFILLING_WHILE_WRITTEN_DOWN
+        elif self._cache.covered_tokens(lease) > len(lease.tokens):
+            return Stage.DECODING_PAGE_RESERVED
+        return request.stage
+
+    def _fetching_stage(self, request: Request, lease: Lease) -> Stage:
+        arrived = self._cache.catalog.ready_on(Tier.DEVICE, lease.awaited).any()
+        if arrived or lease.awaited.size < request.cold_pages:
+            return Stage.FETCHING_PARTLY_ARRIVED
+        for move in self._cache.moves.loads():
+            mine = np.isin(move.pages, lease.awaited).any()
+            if mine and self._process.transfers.has_begun(move):
+                return Stage.FETCHING_BEGUN
+        return Stage.FETCHING
+
+    # Admission
+
+    def _follows(self, request: Request) -> bool:
+        if request.give_up is MissReason.BEING_COMPUTED:
+            return False
+        now = self._clock.now_seconds()
+        if request.follow is None or not self._cache.is_worth_waiting(request.follow):
+            request.follow = self._cache.follow(request.namespace, request.tokens)
+            if request.follow is None:
+                request.stage, request.waiting_since_seconds = Stage.QUEUED, None
+                return False
+            request.stage = Stage.FOLLOWING
+            if request.waiting_since_seconds is None:
+                request.waiting_since_seconds = now
+        assert request.waiting_since_seconds is not None
+        if now - request.waiting_since_seconds > self._scenario.join_deadline_seconds:
+            self._journal.count("given up", "join deadline")
+            request.give_up, request.follow = MissReason.BEING_COMPUTED, None
+            request.stage, request.waiting_since_seconds = Stage.QUEUED, None
+            return False
+        return True
+
+    def _start(self, request: Request) -> None:
+        fetch = request.give_up in (None, MissReason.BEING_COMPUTED)
+        expected = self._oracle.usable(request.namespace, request.tokens, fetch=fetch)
+        lease = self._cache.acquire(
+            request.namespace, request.tokens, fetch=fetch, because=request.give_up
+        )
+        if isinstance(lease, Room):
+            self._journal.count("room", lease.value)
+            return
+        hits = {tier: pages * self._page_tokens for tier, pages in Counter(expected).items()}
+        if dict(lease.books.hit_tokens) != hits:
+            raise OracleError(f"hit {dict(lease.books.hit_tokens)}, by the model {hits}")
+        self._count_match(lease)
+        request.lease, request.follow = lease, None
+        request.cold_pages = int(lease.awaited.size)
+        request.stage = Stage.FETCHING
+        request.waiting_since_seconds = self._clock.now_seconds()
+        self._admitted.append(request)
+        self._say(request, f"acquires {lease.pages}, {lease.matched_pages} of them stored")
+
+    def _count_match(self, lease: Lease) -> None:
+        hits = lease.books.hit_tokens
+        if not hits:
+            self._journal.count("matches", "nothing")
+        elif set(hits) == {Tier.DEVICE}:
+            self._journal.count("matches", "device only")
+        else:
+            self._journal.count("matches", "a tier other than device")
+
+    def _fetch(self, request: Request, lease: Lease) -> None:
+        joined = any(
+            other is not lease and np.isin(lease.awaited, other.awaited).any()
+            for other in self._cache.leases.values()
+        )
+        fetch = self._cache.fetch_state(lease)
+        self._journal.count("fetch", f"{fetch.value}{' joined' if joined else ''}")
+        assert request.waiting_since_seconds is not None
+        waited = self._clock.now_seconds() - request.waiting_since_seconds
+        if fetch is Fetch.READY:
+            request.computed_tokens = lease.matched_pages * self._page_tokens
+            request.stage = Stage.PREFILLING
+            self._read(lease)
+        elif fetch is Fetch.FAILED:
+            request.refetches += 1
+            if request.refetches > _MOST_REFETCHES:
+                self._journal.count("given up", "load failed")
+                request.give_up = MissReason.LOAD_FAILED
+            self._put_back(request)
+        elif waited > self._scenario.fetch_deadline_seconds:
+            self._journal.count("given up", "fetch deadline")
+            request.give_up = MissReason.DEADLINE
+            self._put_back(request)
+
+    # Computing
+
+    def _prefill(self, request: Request, lease: Lease) -> None:
+        chunk = self._scenario.chunk_pages * self._page_tokens
+        left = len(lease.tokens) - request.computed_tokens
+        if not self._compute(request, lease, min(self._rng.randint(1, chunk), left)):
+            return
+        if request.computed_tokens == len(lease.tokens):
+            if not request.is_booked:
+                self._cache.book(lease)
+                self._oracle.prompt_tokens += lease.prompt_tokens
+                request.is_booked = True
+            request.stage = Stage.DECODING
+            self._say_token(request, lease)
+
+    def _decode(self, request: Request, lease: Lease) -> None:
+        if len(lease.tokens) >= request.limit_tokens:
+            self.end(request, "finished")
+            return
+        while self._cache.covered_tokens(lease) < len(lease.tokens):
+            answer = self._cache.reserve(lease)
+            self._journal.count("reserve", answer.value)
+            if answer is Room.SOON:
+                return
+            if answer is Room.NONE and not self._preempt(request):
+                return
+        if self._compute(request, lease, len(lease.tokens) - request.computed_tokens):
+            self._say_token(request, lease)
+            if request in self.requests and self._rng.random() < 0.3:
+                self._journal.count("reserve", f"ahead {self._cache.reserve(lease).value}")
+
+    def _preempt(self, request: Request) -> bool:
+        """The youngest goes back to the queue; False when that was `request` or nobody is left."""
+        youngest = self._admitted[-1]
+        if youngest is self._admitted[0]:
+            self.end(request, "finished")
+            return False
+        self._journal.count("preempted", self.stage_of(youngest))
+        self._put_back(youngest)
+        return youngest is not request
+
+    def _compute(self, request: Request, lease: Lease, tokens: int) -> bool:
+        """One step's worth for one request; False when the step failed and left nothing behind."""
+        self._read(lease)
+        if self._rng.random() < self._scenario.faults.get("step_fails", 0.0):
+            self._journal.count("faults", "step_fails")
+            if self._rng.random() < 0.5:  # its pages are in doubt: start over
+                self._put_back(request)
+            return False
+        request.computed_tokens += tokens
+        first, stop = self._cache.insertable(lease, request.computed_tokens)
+        if stop > first:
+            self._write(lease, first, stop)
+            self._insert(lease, request.computed_tokens, first, stop)
+        return True
+
+    def _read(self, lease: Lease) -> None:
+        """Attention reads the stored prefix: every byte of it must be the prefix's own."""
+        slots = self._cache.slots(lease, 0, lease.inserted_pages)
+        rows = self._process.pools[Tier.DEVICE].bytes
+        for index, slot in enumerate(slots.tolist()):
+            if not np.array_equal(rows[slot], self._expected(lease, index)):
+                raise OracleError(f"lease {lease.serial} reads wrong bytes for page {index}")
+
+    def _write(self, lease: Lease, first: int, stop: int) -> None:
+        slots = self._cache.slots(lease, first, stop)
+        rows = self._process.pools[Tier.DEVICE].bytes
+        for index, slot in zip(range(first, stop), slots.tolist(), strict=True):
+            rows[slot] = self._expected(lease, index)
+
+    def _expected(self, lease: Lease, index: int) -> np.ndarray:
+        tokens = lease.tokens.view(0, (index + 1) * self._page_tokens)
+        return self._oracle.stamp(lease.namespace, lease.generation, tokens)
+
+    def _insert(self, lease: Lease, computed_tokens: int, first: int, stop: int) -> None:
+        self._count_adoptions(lease, first, stop)
+        before = lease.pages.copy()
+        nodes = self._cache.tree.node_count
+        in_flight = bool(self._cache.moves.open)
+        added = self._cache.insert(lease, computed_tokens)
+        self._oracle.inserted(lease, first, stop, before)
+        if self._cache.tree.node_count - nodes == 2:
+            self._journal.count("splits", "while moves are open" if in_flight else "at rest")
+        self._journal.count("inserts", "added" if added else "all adopted")
+
+    def _count_adoptions(self, lease: Lease, first: int, stop: int) -> None:
+        """What the stored pages look like that this insert will meet."""
+        tokens = lease.tokens.view(0, stop * self._page_tokens)
+        match = self._cache.tree.match(lease.namespace, lease.generation, tokens)
+        columns = self._cache.catalog.tiers[Tier.DEVICE]
+        for page in match.pages[first:].tolist() if match else ():
+            state = SlotState(int(columns.state[page]))
+            case = state.name.lower()
+            if state is SlotState.FREE:
+                case = "on a slower tier" if self._cache.catalog.copies(page) else "hole"
+            self._journal.count("adoptions", case)
+
+    def _say_token(self, request: Request, lease: Lease) -> None:
+        lease.tokens.append(self._rng.randrange(self._scenario.vocabulary))
+        if len(lease.tokens) >= request.limit_tokens:
+            self.end(request, "finished")
+
+    # Leaving
+
+    def _put_back(self, request: Request) -> None:
+        self._say(request, "goes back to the queue")
+        tokens = np.array(request.known_tokens)
+        self._let_go(request)
+        request.queue_again(tokens)
+
+    def _let_go(self, request: Request) -> None:
+        """The one place where what a request holds is given back."""
+        assert request.lease is not None
+        if request.stage is not Stage.FETCHING:
+            self._read(request.lease)
+        self._cache.release(request.lease)
+        self._admitted.remove(request)
+
+    def _say(self, request: Request, line: str) -> None:
+        self._journal.say(f"{self._clock.now_seconds():.4f} request {request.serial} {line}")

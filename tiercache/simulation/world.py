@@ -1,0 +1,276 @@
+"""The simulated service: one operation at a time, checked after each.
+
+What an engine does in the order of its turns happens here in any order: each step is one operation
+on one request, one tick, one stretch of time, or one thing an operator or the world does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from random import Random
+
+import numpy as np
+
+from tiercache.clock import ManualClock
+from tiercache.lease import Lease, Room
+from tiercache.restore import remember
+from tiercache.simulation.journal import Journal
+from tiercache.simulation.medium import SimulatedStore
+from tiercache.simulation.oracle import Oracle, OracleError
+from tiercache.simulation.process import Process
+from tiercache.simulation.requests import Request, Stage
+from tiercache.simulation.scenario import Scenario, draw_scenario
+from tiercache.simulation.service import Service
+from tiercache.types import Tier, Tokens
+
+_HOT_PREFIXES = 4
+_PATIENCE_STEPS = {"abort": 120, "timeout": 120, "shutdown": 150, "kill": 150, "power_loss": 150}
+
+
+class World:
+    """Everything of one seed. `step` does one operation and raises OracleError if that broke it."""
+
+    def __init__(self, seed: int, journal: Journal) -> None:
+        self.scenario: Scenario = draw_scenario(seed)
+        self.journal = journal
+        self._rng = Random(seed * 2 + 1)
+        self._clock = ManualClock()
+        layout = self.scenario.layout
+        self._oracle = Oracle(layout.page_tokens, layout.page_bytes)
+        disk_pages = self.scenario.capacity_pages.get(Tier.DISK)
+        self._store = SimulatedStore(disk_pages) if disk_pages else None
+        self._namespaces = [bytes([65 + i]) * 32 for i in range(self.scenario.namespaces)]
+        self._hot = [
+            self._random_tokens(self.scenario.longest_prompt_tokens) for _ in range(_HOT_PREFIXES)
+        ]
+        self._seen_stages: set[Stage] = {Stage.QUEUED}
+        self._put_off: dict[str, tuple[Stage, int]] = {}
+        self._names = list(self.scenario.operations)
+        self._weights = list(self.scenario.operations.values())
+        self._start()
+
+    def step(self) -> None:
+        name = self._choose()
+        self.journal.count("operations", name)
+        getattr(self, f"_{name}")()
+        self.process.verify()
+
+    def _choose(self) -> str:
+        """What happens next. An end waits, though not for ever, until somebody is at the stage at
+        which there were fewest of its kind, so that each comes at every stage."""
+        stages = set(map(self.service.stage_of, self.service.requests))
+        self._seen_stages |= stages
+        for name, (stage, steps) in self._put_off.items():
+            if not steps or stage in stages:
+                del self._put_off[name]
+                return name
+            self._put_off[name] = (stage, steps - 1)
+        while (name := self._rng.choices(self._names, self._weights)[0]) in _PATIENCE_STEPS:
+            stage = self._rarest(name, self._seen_stages)
+            self._put_off.setdefault(name, (stage, _PATIENCE_STEPS[name]))
+        return name
+
+    def close(self) -> None:
+        """Ends the service in good order, whatever it was doing."""
+        self._shutdown()
+        self.process.verify()
+
+    # Requests
+
+    def _arrive(self) -> None:
+        if len(self.service.requests) >= self.scenario.most_requests:
+            self._proceed()
+            return
+        namespace = self._rng.choice(self._namespaces)
+        request = self.service.submit(namespace, self._draw_prompt())
+        self._say(f"request {request.serial} arrives with {request.tokens.tolist()}")
+
+    def _proceed(self) -> None:
+        requests = self.service.requests
+        admitted = [request for request in requests if request.lease is not None]
+        if requests:
+            choice = admitted if admitted and self._rng.random() < 0.55 else requests
+            self.service.proceed(self._rng.choice(choice))
+
+    def _abort(self) -> None:
+        self._end_somebody("abort")
+
+    def _timeout(self) -> None:
+        self._end_somebody("timeout")
+
+    def _end_somebody(self, how: str) -> None:
+        """A request at the stage, of those that somebody is at, that ended so least often yet."""
+        by_stage = {self.service.stage_of(one): one for one in self.service.requests}
+        if by_stage:
+            self._end(by_stage[self._rarest(how, by_stage)], how)
+
+    def _rarest(self, how: str, stages: Iterable[Stage]) -> Stage:
+        seen = self.journal.counts.get(how, Counter())
+        return min(sorted(stages), key=lambda stage: (seen[stage], self._rng.random()))
+
+    def _lookup(self) -> None:
+        namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
+        found = self.process.cache.lookup(namespace, tokens)
+        expected = self._oracle.stored(namespace, tokens)
+        page_tokens = self.scenario.layout.page_tokens
+        by_tier = {t: n // page_tokens for t, n in found.tokens_by_tier.items() if n}
+        if by_tier != Counter(expected) or found.matched_tokens != len(expected) * page_tokens:
+            raise OracleError(f"a look-up found {by_tier}, by the model {Counter(expected)}")
+
+    # Background
+
+    def _tick(self) -> None:
+        self.process.cache.tick()
+
+    def _pass_time(self) -> None:
+        seconds = self._rng.choice((None, None, None, 0.0005, 0.001, 0.01))
+        self.process.transfers.pass_time(seconds)
+
+    def _rest(self) -> None:
+        self.process.come_to_rest()
+        self.process.verify_disk()
+
+    # Operators
+
+    def _evict_tier(self) -> None:
+        self._evict(self._rng.choice((Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.HOST, Tier.DISK)))
+
+    def _evict_prefix(self) -> None:
+        namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
+        self._evict(self._rng.choice((Tier.DEVICE, Tier.HOST)), namespace, tokens)
+
+    def _evict(
+        self, tier: Tier, namespace: bytes | None = None, tokens: Tokens | None = None
+    ) -> None:
+        before = self._oracle.found_pages()
+        report = self.process.cache.evict(tier, namespace, tokens)
+        self._say(f"evict {tier.label}: {report}")
+        if self._oracle.found_pages() != before:
+            raise OracleError("an operator's eviction lost pages that have no other copy")
+
+    def _resize(self) -> None:
+        cache = self.process.cache
+        tier = self._rng.choice(list(cache.catalog.tiers))
+        most = cache.catalog.tiers[tier].pool_pages
+        pages = self._rng.choice((most, self._rng.randint(1, most)))
+        old = cache.catalog.tiers[tier].capacity_pages
+        cache.resize(tier, pages)
+        if cache.moves.open or cache.leases:
+            way = "grows" if pages > old else "shrinks"
+            self.journal.count("resizes while busy", f"{tier.label} {way}")
+        self._say(f"resize {tier.label} to {pages}")
+
+    def _flush(self) -> None:
+        self._flush_with(recorded=True)
+
+    def _flush_unrecorded(self) -> None:
+        self._flush_with(recorded=False)
+
+    def _flush_with(self, *, recorded: bool) -> None:
+        cache, store = self.process.cache, self._store
+        if cache.moves.open:
+            self.journal.count("flushes", "during moves")
+        if cache.leases:
+            self.journal.count("flushes", "during running requests")
+        fails = store is not None and not recorded
+        if store is not None:
+            store.is_out = fails
+        self._oracle.began(cache.generation + 1, detached=fails)
+        report = cache.flush()
+        if store is not None:
+            store.is_out = False
+        if fails:
+            self.journal.count("faults", "set_generation_fails")
+        if bool(report.detached) != fails:
+            raise OracleError(f"a flush reports {report.detached}")
+        self._say(f"flush: {report}")
+
+    # Ends and beginnings
+
+    def _shutdown(self) -> None:
+        self._end_all("shutdown")
+        self.process.come_to_rest()
+        self.process.verify()
+        self.process.verify_disk()
+        if self.process.cache.catalog.pins.any():
+            raise OracleError("I5 nothing is open and something is pinned")
+        self._demand_progress()
+        remember(self.process.cache)
+        if self._store is not None:
+            self._store.sync()
+        self._start()
+
+    def _kill(self) -> None:
+        self.process.transfers.crash()
+        self._end_all("kill", release=False)
+        self._start()
+
+    def _power_loss(self) -> None:
+        self.process.transfers.crash()
+        if self._store is not None:
+            lost = self._store.lose_tail(self._rng)
+            self.journal.count("faults", "unsynced_tail_lost", lost)
+        self._end_all("power_loss", release=False)
+        self._start()
+
+    def _demand_progress(self) -> None:
+        """With nothing held, any prompt that fits gets its lease in finitely many completions."""
+        cache = self.process.cache
+        page_tokens = self.scenario.layout.page_tokens
+        most = (cache.catalog.tiers[Tier.DEVICE].capacity_pages - 1) * page_tokens
+        if not most:
+            return
+        tokens = self._random_tokens(most)
+        for _ in range(100):
+            lease = cache.acquire(self._namespaces[0], tokens)
+            if isinstance(lease, Lease):
+                cache.release(lease)
+                self.process.come_to_rest()
+                return
+            if lease is Room.NONE and cache.idle:
+                break
+            self.process.come_to_rest()
+        raise OracleError(f"a prompt of {most} tokens never gets a lease")
+
+    def _start(self) -> None:
+        self.process = Process(
+            self.scenario, self._store, self._clock, self._rng, self.journal, self._oracle
+        )
+        self.service = Service(
+            self.scenario, self.process, self._clock, self._rng, self.journal, self._oracle
+        )
+        self._say(f"start, generation {self.process.cache.generation}")
+
+    def _end_all(self, how: str, *, release: bool = True) -> None:
+        for request in list(self.service.requests):
+            self._end(request, how, release=release)
+
+    def _end(self, request: Request, how: str, *, release: bool = True) -> None:
+        self.service.end(request, how, release=release)
+
+    # Choices
+
+    def _draw_prompt(self) -> Tokens:
+        """A hot prefix, as it is or parting somewhere, what others ask or asked for, or new."""
+        dice = self._rng.random()
+        longest = self.scenario.longest_prompt_tokens
+        length = max(self._rng.randint(1, longest), self._rng.randint(1, longest))
+        if dice < 0.55:
+            tokens = self._rng.choice(self._hot)[:length].copy()
+            if self._rng.random() < 0.3:
+                at = self._rng.randrange(length)
+                tokens[at:] = self._random_tokens(length - at)
+            return tokens
+        if dice < 0.75 and self.service.requests:
+            return self._rng.choice(self.service.requests).tokens[:longest].copy()
+        if dice < 0.9 and self.service.answered:
+            return self._rng.choice(self.service.answered)[:longest].copy()
+        return self._random_tokens(length)
+
+    def _random_tokens(self, count: int) -> Tokens:
+        values = [self._rng.randrange(self.scenario.vocabulary) for _ in range(count)]
+        return np.array(values, np.int32)
+
+    def _say(self, line: str) -> None:
+        self.journal.say(f"{self._clock.now_seconds():.4f} {line}")
