@@ -16,19 +16,25 @@ from engine.models import LoadedModel, load_model
 from engine.turns import Turns, TurnSettings
 from engine.working_copy import WorkingCopyPool
 from tiercache.admission import AdmissionRule
-from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.cache import MOVE_BYTES, CacheSettings, TierCache, TierLimits
 from tiercache.clock import SystemClock
 from tiercache.config import Config, DeviceTierConfig, DiskTierConfig, HostTierConfig
 from tiercache.errors import ConfigError, TierError
 from tiercache.restore import remember, restore
 from tiercache.sizes import format_size
 from tiercache.tiers.disk import DiskStore, Durability
+from tiercache.tiers.disk_client import StoreProcess
+from tiercache.tiers.disk_facts import Opening
+from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
 from tiercache.tiers.memory import ArrayPool, HostPool, Populator, anonymous_block
+from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers
 from tiercache.types import PageLayout, Tier
 
 log = logging.getLogger("tiercache")
 
+_OTHER_LANES = 2
+"""Calls of the store that run beside its readers: one that writes, one that probes."""
 _AUTO_WORKING_COPY_SHARE = 4
 """`auto` takes at most this fraction of the machine's memory: one in four."""
 
@@ -51,12 +57,16 @@ def build_engine(
     )
     layout = model.page_layout(config.cache.page_tokens)
     working_copies = _working_copies(config, model, layout)
-    store = _open_store(config, layout)
+    host = _host_pool(config, layout)
+    store: GuardedStore | None = None
     try:
-        return _join(config, model, layout, working_copies, store)
+        store = _open_store(config, layout, host)
+        return _join(config, model, layout, working_copies, host, store)
     except BaseException:
         if store is not None:
             store.close()
+        if host is not None:
+            host.close()
         raise
 
 
@@ -65,14 +75,15 @@ def _join(
     model: LoadedModel,
     layout: PageLayout,
     working_copies: WorkingCopyPool,
-    store: DiskStore | None,
+    host: HostPool | None,
+    store: GuardedStore | None,
 ) -> Engine:
     limits = _tier_limits(config, layout, store)
     device_pool = _device_pool(limits[Tier.DEVICE].capacity_pages, layout)
     rows = device_pool.view(torch.uint8).view(device_pool.shape[0], layout.page_bytes).numpy()
     pools: dict[Tier, MemoryPool] = {Tier.DEVICE: ArrayPool(rows)}
-    if Tier.HOST in limits:
-        pools[Tier.HOST] = HostPool(limits[Tier.HOST].capacity_pages, layout.page_bytes)
+    if host is not None:
+        pools[Tier.HOST] = host
 
     context_bytes = model.max_context_tokens * layout.token_bytes
     populator = Populator(
@@ -89,6 +100,7 @@ def _join(
         ),
         transfers,
         store=store,
+        disk_health=store,
         clock=clock,
     )
     if store is not None:
@@ -154,7 +166,7 @@ def _working_copies(config: Config, model: LoadedModel, layout: PageLayout) -> W
 
 
 def _tier_limits(
-    config: Config, layout: PageLayout, store: DiskStore | None
+    config: Config, layout: PageLayout, store: GuardedStore | None
 ) -> dict[Tier, TierLimits]:
     tiers = config.tiers
     limits: dict[Tier, TierLimits] = {}
@@ -190,17 +202,39 @@ def _limits_of(
     )
 
 
-def _open_store(config: Config, layout: PageLayout) -> DiskStore | None:
+def _host_pool(config: Config, layout: PageLayout) -> HostPool | None:
+    pages = config.tiers.host.capacity // layout.page_bytes
+    return HostPool(pages, layout.page_bytes) if pages else None
+
+
+def _open_store(config: Config, layout: PageLayout, host: HostPool | None) -> GuardedStore | None:
     disk = config.tiers.disk
     if not disk.capacity or not config.cache.enabled:
         return None
-    store = DiskStore.open(
-        disk.path,
+    path = disk.path.absolute()
+    asked = Opening(
         capacity_bytes=disk.capacity,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
         durability=Durability(disk.durability),
         free_space_floor_bytes=disk.free_space_floor,
+        codec=disk.codec,
+        layout=layout,
+    )
+
+    def open_store() -> PageStore:
+        if disk.io == "threads":
+            return DiskStore.open_as(path, asked)
+        return StoreProcess(
+            path,
+            asked,
+            host,
+            lanes=disk.reader_threads + _OTHER_LANES,
+            staging_pages=max(1, MOVE_BYTES // layout.page_bytes),
+        )
+
+    store = GuardedStore(
+        open_store, BreakerSettings(disk.breaker.failures, disk.breaker.probe_seconds)
     )
     for note in store.open_notes:
         log.warning("%s", note)
@@ -219,7 +253,7 @@ def _close(
     cache: TierCache,
     transfers: ThreadedTransfers,
     pools: dict[Tier, MemoryPool],
-    store: DiskStore | None,
+    store: GuardedStore | None,
     wake: threading.Event,
     write_seconds: float,
 ) -> None:

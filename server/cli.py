@@ -115,6 +115,26 @@ def stats(
     _print_stats(body)
 
 
+@app.command("simulate")
+def simulate_core(
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each seed.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after the other.")] = 1,
+    log: Annotated[Path | None, typer.Option(help="Write the counts to this file too.")] = None,
+) -> None:
+    """Run the cache in virtual time under faults, against a plain model of it.
+
+    The same seed and steps are the same run again. A failure prints what led to it.
+    """
+    from tiercache.simulation.run import simulate
+
+    report = simulate(seed, seeds, steps)
+    text = report.json(command=f"tiercache simulate --seed {seed} --steps {steps} --seeds {seeds}")
+    if report.failure is not None:
+        raise _failed(report.failure.text())
+    print(text)
+    if log is not None:
+        log.write_text(text + "\n")
 @app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="Trace file or folder; .zst is unpacked.")],
@@ -179,28 +199,6 @@ def replay(
             progress=progress,
         )
     )
-
-
-@app.command("simulate")
-def simulate_core(
-    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each seed.")] = 1000,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after the other.")] = 1,
-    log: Annotated[Path | None, typer.Option(help="Write the counts to this file too.")] = None,
-) -> None:
-    """Run the cache in virtual time under faults, against a plain model of it.
-
-    The same seed and steps are the same run again. A failure prints what led to it.
-    """
-    from tiercache.simulation.run import simulate
-
-    report = simulate(seed, seeds, steps)
-    text = report.json(command=f"tiercache simulate --seed {seed} --steps {steps} --seeds {seeds}")
-    if report.failure is not None:
-        raise _failed(report.failure.text())
-    print(text)
-    if log is not None:
-        log.write_text(text + "\n")
 
 
 def _load(path: Path | None) -> Config:

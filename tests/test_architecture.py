@@ -12,10 +12,35 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "cupy", "lmdb", "transformers")
 LAYERS = [
-    {"types", "errors", "clock", "config", "config_problems", "sizes", "keys", "metrics"},
-    {"tree", "columns", "catalog", "policies", "eviction", "lease", "books", "pending", "gate"},
+    {
+        "types",
+        "policy_names",
+        "errors",
+        "clock",
+        "config",
+        "config_problems",
+        "sizes",
+        "keys",
+        "metrics",
+    },
+    {
+        "tree",
+        "columns",
+        "catalog",
+        "admission",
+        "hints",
+        "names",
+        "retention",
+        "wishes",
+        "policies",
+        "eviction",
+        "lease",
+        "books",
+        "pending",
+        "gate",
+    },
     {"tiers", "codecs", "transfer"},
-    {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch"},
+    {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch", "disk_return"},
     {"testing", "simulation", "replay"},
 ]
 """Parts of `tiercache`, lowest first: a part imports its own layer and those below."""

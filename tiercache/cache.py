@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiercache import inspection
+from tiercache import disk_return, inspection
 from tiercache.admission import Admission, AdmissionRule
 from tiercache.books import account_prompt
 from tiercache.catalog import Catalog
@@ -38,13 +38,16 @@ from tiercache.policies import PolicySettings, make_policy
 from tiercache.retention import Retention
 from tiercache.room import RoomMaker
 from tiercache.tiers.disk_format import PageRecord
-from tiercache.transfer import PageStore, Transfers, batches
+from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
+from tiercache.transfer import PageOutcome, Transfers, batches
 from tiercache.tree import Match, Tree
 from tiercache.types import NO_PAGE, MissReason, PageIds, PageLayout, Slots, SlotState, Tier, Tokens
 from tiercache.wishes import Announcement, WillReturn, Wishes
 from tiercache.writes import WriteQueue
 
 _NO_PAGES = np.empty(0, np.int32)
+MOVE_BYTES = 12 << 20
+"""Size of one move, and so of one transaction on DISK."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class CacheSettings:
     layout: PageLayout
     tiers: Mapping[Tier, TierLimits]
     enabled: bool = True
-    move_bytes: int = 12 << 20
+    move_bytes: int = MOVE_BYTES
     open_writes: int = 4
     ghost_pages: int = 200_000
 
@@ -82,7 +85,9 @@ class CacheSettings:
 
 
 class TierCache:
-    """See the module. `store` is there when DISK is among the tiers; the cache closes it."""
+    """See the module. `store` is there when DISK is among the tiers, and `disk_health` knows
+    whether it can be used at present.
+    """
 
     def __init__(
         self,
@@ -90,12 +95,14 @@ class TierCache:
         transfers: Transfers,
         *,
         store: PageStore | None = None,
+        disk_health: StoreHealth | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings
         self.page_tokens = settings.layout.page_tokens
         self.clock = clock or SystemClock()
         self.store = store
+        self.disk_health = disk_health or AlwaysWell()
         self.generation = store.generation if store else 0
         self.counters = CacheCounters()
         self.window = HitWindow()
@@ -134,6 +141,7 @@ class TierCache:
                 self._admission(tier),
                 pages_per_move=settings.pages_per_move,
                 open_moves=settings.open_writes,
+                is_offline=self._is_disk_offline if tier is Tier.DISK else lambda: False,
             )
             for tier in settings.tiers
             if tier is not Tier.DEVICE
@@ -376,6 +384,7 @@ class TierCache:
 
     def tick(self) -> bool:
         """Enters what workers have finished, writes down, evicts ahead. True if anything ended."""
+        disk_return.take(self)
         self.retention.expire()
         settled = self.moves.drain()
         for one in settled:
@@ -535,7 +544,10 @@ class TierCache:
             return np.empty(0, np.intp), np.empty(0, np.int8)
         pages = match.pages[: (tokens.size - 1) // self.page_tokens]
         fastest = self.catalog.fastest_ready(pages)
-        unusable = fastest != int(Tier.DEVICE) if not fetch else fastest < 0
+        slowest = Tier.DEVICE if not fetch else Tier.DISK
+        if fetch and self.disk_health.reads_trouble:
+            slowest = Tier.HOST
+        unusable = (fastest < 0) | (fastest > int(slowest))
         if unusable.any():
             usable = int(unusable.argmax())
             pages, fastest = pages[:usable], fastest[:usable]
@@ -568,6 +580,10 @@ class TierCache:
         if queue is not None and settled.move.source < settled.move.target:
             queue.settle(settled)
             self.room.written(settled.arrived)
+            # Pages of many sizes fill DISK by bytes before they fill it by slots.
+            refused_pages = settled.outcomes.count(PageOutcome.NO_ROOM)
+            if refused_pages and self.room.evict(settled.move.target, refused_pages):
+                queue.forgive()
         for page in settled.failed.tolist():
             self.room.stays(page)
             self.forget_if_gone(page)
@@ -657,6 +673,9 @@ class TierCache:
         return any(
             queue.demote(page, self.room) for slower, queue in self.writes.items() if slower > tier
         )
+
+    def _is_disk_offline(self) -> bool:
+        return bool(self.disk_health.writes_trouble)
 
     def _on_evictable(self, tier: Tier, pages: PageIds) -> None:
         queue = self.queues.get(tier)

@@ -234,6 +234,20 @@ class HostTierConfig(_SlowerTierConfig):
     low_watermark: float = Field(default=0.90, gt=0, le=1, description=_LOW)
 
 
+class BreakerConfig(_Section):
+    """When a disk counts as out of order, and when it is tried again."""
+
+    failures: int = Field(
+        default=5, ge=1, le=1000, description="Failures in a row after which it is left alone."
+    )
+    probe_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        description="Seconds between tries; also the longest wait for one answer of the disk.",
+    )
+
+
 class DiskTierConfig(_SlowerTierConfig):
     """Copies that survive a restart."""
 
@@ -241,6 +255,11 @@ class DiskTierConfig(_SlowerTierConfig):
     path: FolderPath = Field(
         default=Path("tiercache-data"),
         description="Folder of the store; a relative one is under the working directory.",
+    )
+    codec: Literal["raw", "lossless", "int8", "auto"] = Field(
+        default="raw",
+        description="How pages are stored: raw; lossless and smaller; int8, half the size and lossy"
+        "; or auto: raw or lossless, by how fast the disk is when the store is made.",
     )
     durability: Literal["strict", "relaxed", "fast"] = Field(
         default="relaxed",
@@ -252,6 +271,13 @@ class DiskTierConfig(_SlowerTierConfig):
     high_watermark: float = Field(default=0.95, gt=0, le=1, description=_HIGH)
     low_watermark: float = Field(default=0.90, gt=0, le=1, description=_LOW)
     reader_threads: int = Field(default=2, ge=1, le=64, description="Threads that read pages.")
+    io: Literal["process", "threads"] = Field(
+        default="process",
+        description="Where the store lives: a process of its own, or threads of the server.",
+    )
+    breaker: BreakerConfig = Field(
+        default=BreakerConfig(), description="When the disk is left alone, and for how long."
+    )
 
 
 class TiersConfig(_Section):

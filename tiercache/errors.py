@@ -5,6 +5,8 @@
     ├── TierError            the medium: turned into a miss, a counter and a degraded state
     │   ├── TierFull         no room where room was promised
     │   ├── TierUnavailable  the medium cannot be used at all right now
+    │   │   ├── TierOffline  it was not even tried, since it has failed too often
+    │   │   └── TierLost     this hold on it is gone for good; only opening it anew may help
     │   └── PageCorrupt      bytes came back that are not the ones that were stored
     ├── CodecError           the stored form cannot be turned back into a page
     ├── LeaseError           the caller: a lease was used after its end, or twice
@@ -32,6 +34,14 @@ class TierFull(TierError):
 
 class TierUnavailable(TierError):
     """The tier cannot be used at all at present."""
+
+
+class TierOffline(TierUnavailable):
+    """The tier was not tried: it failed too often, and is probed in the background."""
+
+
+class TierLost(TierUnavailable):
+    """What was opened is no more: the process behind it has ended, or its files are others."""
 
 
 class PageCorrupt(TierError):

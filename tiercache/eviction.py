@@ -21,7 +21,7 @@ from tiercache.catalog import Catalog
 from tiercache.policies import Policy
 from tiercache.types import NO_PAGE, PageIds, SlotState, Tier
 
-SCAN_KEEPS = 2048
+SCAN_KEEPS = 1024
 """Victims kept from one scan."""
 
 _HINTS_LIMIT = 32_768
@@ -247,7 +247,7 @@ def lowest(keys: Sequence[np.ndarray], count: int) -> np.ndarray:
     for key in keys:
         if undecided.size <= count:
             break
-        values = key[undecided]
+        values = key[undecided] if undecided.size < key.size else key
         edge = np.partition(values, count - 1)[count - 1]
         chosen.append(undecided[values < edge])
         count -= chosen[-1].size

@@ -198,6 +198,9 @@ def _tier_snapshot(cache: TierCache, tier: Tier) -> TierSnapshot:
     columns = cache.catalog.tiers[tier]
     page_bytes = cache.settings.layout.page_bytes
     reason = cache.moves.trouble.get(tier, "")
+    if tier is Tier.DISK:
+        health = cache.disk_health
+        reason = health.reads_trouble or health.writes_trouble or reason
     if tier is Tier.DISK and cache.disk_detached:
         reason = "detached: the last flush could not be recorded on disk; restart to use it again"
     return TierSnapshot(
@@ -227,15 +230,15 @@ class Frozen:
     """Pages that open leases have pinned, once for each lease."""
     own: PageIds
     """Pages that only their lease knows."""
-    pinned: PageIds
-    """Pages that retention has pinned, once for each pin."""
     moving: PageIds
     """Pages of open moves, once for each move."""
+    retained: PageIds
+    """Pages of operators' pins, once for each pin."""
     holes: frozenset[int]
 
     def check(self) -> list[str]:
         """Every invariant that can be stated over the books, restated; what is broken, in words."""
-        held = np.concatenate((self.leased, self.pinned, self.moving))
+        held = np.concatenate((self.leased, self.moving, self.retained))
         pins = np.bincount(held, minlength=self.catalog.pins.size)
         return [
             *self.tree.check(),
@@ -310,8 +313,8 @@ def _books(cache: TierCache) -> Frozen:
         counters=cache.counters,
         leased=_joined(lease.path for lease in leases),
         own=_joined(lease.own for lease in leases),
-        pinned=_joined(np.array(pin.pages, np.int32) for pin in cache.retention.pins),
         moving=_joined(move.pages for move in cache.moves.moves()),
+        retained=_joined(np.array(pin.pages, np.int32) for pin in cache.retention.pins),
         holes=frozenset(cache.moves.holes),
     )
 

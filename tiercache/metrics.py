@@ -40,6 +40,8 @@ class DropReason(StrEnum):
     """Why a page was not written to a slower tier."""
 
     NO_ROOM = "no_room"
+    NO_SPACE = "no_space"
+    OFFLINE = "offline"
     FAILED = "failed"
     EVICTED_FIRST = "evicted_first"
     OLD_GENERATION = "old_generation"

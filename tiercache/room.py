@@ -73,6 +73,12 @@ class RoomMaker:
         if used > int(high_watermark * capacity):
             self._evict_until(tier, used - int(low_watermark * capacity))
 
+    def evict(self, tier: Tier, pages: int) -> bool:
+        """Evicts up to `pages` pages of a tier that is fuller than its slots say; True if any."""
+        before = self._catalog.unpinned_ready(tier).size
+        self._evict_until(tier, pages)
+        return self._catalog.unpinned_ready(tier).size < before
+
     def written(self, pages: PageIds) -> None:
         """Pages got a copy on a slower tier: those that had to have one before they leave, leave.
 

@@ -12,14 +12,17 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from tiercache.errors import PageCorrupt, TierError
-from tiercache.tiers.disk_facts import WriteOutcome
-from tiercache.tiers.disk_format import PageIdentity, PageRecord
+import numpy as np
+
+from tiercache.errors import TierOffline
+from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
+from tiercache.tiers.disk_format import PageRecord
+from tiercache.tiers.store import PageStore
 from tiercache.types import Bytes, PageIds, Slots, Tier
 
 
@@ -31,8 +34,10 @@ class PageOutcome(Enum):
     CORRUPT = "corrupt"
     MISSING = "missing"
     NO_ROOM = "no_room"
+    NO_SPACE = "no_space"
     OLD_GENERATION = "old_generation"
     CANCELLED = "cancelled"
+    OFFLINE = "offline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +95,6 @@ class MemoryPool(Protocol):
     def close(self) -> None: ...
 
 
-class PageStore(Protocol):
-    """What DISK has to offer; `DiskStore` says what each method promises."""
-
-    @property
-    def generation(self) -> int: ...
-
-    def records(self) -> list[PageRecord]: ...
-
-    def read_into(self, page: PageIdentity, out: Bytes) -> None: ...
-
-    def write(self, batch: Sequence[tuple[PageRecord, Bytes]]) -> list[WriteOutcome]: ...
-
-    def delete(self, keys: Iterable[bytes]) -> None: ...
-
-    def touch(self, updates: Mapping[bytes, tuple[float, int]]) -> None: ...
-
-    def set_generation(self, generation: int) -> None: ...
-
-
 class Transfers(Protocol):
     """Carries jobs out. `submit` never waits; completions are collected by the one who submits.
 
@@ -138,6 +124,8 @@ class Carrier:
         error = ""
         try:
             outcomes = self._erase(job) if isinstance(job, Erase) else self._move(job)
+        except TierOffline:
+            outcomes = (PageOutcome.OFFLINE,) * _outcome_count(job)
         except Exception as fault:  # a worker lives on, whatever one job did to it
             error = f"{type(fault).__name__}: {fault}"
             outcomes = (PageOutcome.FAILED,) * _outcome_count(job)
@@ -160,39 +148,23 @@ class Carrier:
             source, source_slots = hop.tier, hop.slots
 
     def _read(self, move: Move) -> tuple[PageOutcome, ...]:
-        """DISK → first hop, verified whole, then on along the chain, page by page."""
+        """DISK → first hop, verified whole, then on along the chain for what arrived."""
         assert self._store is not None
-        outcomes = []
-        for index, record in enumerate(move.records):
-            first = move.hops[0]
-            row = self._pools[first.tier].rows[int(first.slots[index])]
-            outcome = self._read_page(record, row)
-            if outcome is PageOutcome.DONE:
-                rest = tuple(Hop(h.tier, h.slots[index : index + 1]) for h in move.hops[1:])
-                self._copy(first.tier, first.slots[index : index + 1], rest)
-            outcomes.append(outcome)
-        return tuple(outcomes)
-
-    def _read_page(self, record: PageRecord, row: Bytes) -> PageOutcome:
-        assert self._store is not None
-        try:
-            self._store.read_into(record, row)
-        except PageCorrupt:
-            return PageOutcome.CORRUPT
-        except KeyError:
-            return PageOutcome.MISSING
-        except TierError:
-            return PageOutcome.FAILED
-        return PageOutcome.DONE
+        first, *rest = move.hops
+        outcomes = self._store.read_pages(self._rows(first.tier, first.slots, move))
+        arrived = np.array([outcome is ReadOutcome.READ for outcome in outcomes], np.bool_)
+        onward = tuple(Hop(hop.tier, hop.slots[arrived]) for hop in rest)
+        self._copy(first.tier, first.slots[arrived], onward)
+        return tuple(_READ_OUTCOMES[outcome] for outcome in outcomes)
 
     def _write(self, move: Move) -> tuple[PageOutcome, ...]:
         assert self._store is not None
-        rows = self._pools[move.source].rows
-        batch = [
-            (record, rows[int(slot)])
-            for record, slot in zip(move.records, move.source_slots, strict=True)
-        ]
+        batch = self._rows(move.source, move.source_slots, move)
         return tuple(_WRITE_OUTCOMES[outcome] for outcome in self._store.write(batch))
+
+    def _rows(self, tier: Tier, slots: Slots, move: Move) -> list[tuple[PageRecord, Bytes]]:
+        rows = self._pools[tier].rows
+        return [(r, rows[slot]) for r, slot in zip(move.records, slots.tolist(), strict=True)]
 
     def _erase(self, erase: Erase) -> tuple[PageOutcome, ...]:
         assert self._store is not None
@@ -200,9 +172,16 @@ class Carrier:
         return (PageOutcome.DONE,)
 
 
+_READ_OUTCOMES = {
+    ReadOutcome.READ: PageOutcome.DONE,
+    ReadOutcome.MISSING: PageOutcome.MISSING,
+    ReadOutcome.CORRUPT: PageOutcome.CORRUPT,
+}
+
 _WRITE_OUTCOMES = {
     WriteOutcome.WRITTEN: PageOutcome.DONE,
     WriteOutcome.FULL: PageOutcome.NO_ROOM,
+    WriteOutcome.NO_SPACE: PageOutcome.NO_SPACE,
     WriteOutcome.OLD_GENERATION: PageOutcome.OLD_GENERATION,
     WriteOutcome.NO_PARENT: PageOutcome.FAILED,
 }

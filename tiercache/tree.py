@@ -81,6 +81,8 @@ class Node:
         self._tokens = self._pages = _NOTHING
 
     def tokens(self, page_tokens: int) -> Tokens:
+        if self.page_count == self._pages.size:
+            return self._tokens
         return self._tokens[: self.page_count * page_tokens]
 
     @property
@@ -208,8 +210,6 @@ class Tree:
         node = self._nodes[int(self._node_of[page])]
         taken = self._index_in(node, page) + 1
         rest = node.tokens(self.page_tokens)[taken * self.page_tokens :]
-        if not rest.size:
-            return self._walk(node, tokens)
         more = common_tokens(rest, tokens) // self.page_tokens
         if taken + more < node.page_count:
             pages = node.pages[taken : taken + more].astype(np.intp)

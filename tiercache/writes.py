@@ -11,6 +11,7 @@ that every record's parent is on DISK (I10). One thread writes, in the order of 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,8 +27,11 @@ from tiercache.types import NO_PAGE, PageIds, SlotState, Tier
 
 _REASONS = {
     PageOutcome.NO_ROOM: DropReason.NO_ROOM,
+    PageOutcome.NO_SPACE: DropReason.NO_SPACE,
     PageOutcome.OLD_GENERATION: DropReason.OLD_GENERATION,
+    PageOutcome.OFFLINE: DropReason.OFFLINE,
 }
+_MAY_COME_AGAIN = {PageOutcome.OFFLINE, PageOutcome.NO_SPACE}
 
 
 class WriteQueue:
@@ -44,7 +48,10 @@ class WriteQueue:
         *,
         pages_per_move: int,
         open_moves: int,
+        is_offline: Callable[[], bool] = lambda: False,
     ) -> None:
+        """While `is_offline` nothing is written here: what asks to be is dropped, and counted."""
+        self._is_offline = is_offline
         self.tier = tier
         self._catalog = catalog
         self._tree = tree
@@ -77,6 +84,10 @@ class WriteQueue:
             if page not in self._refused:
                 self._wanted.setdefault(page, False)
 
+    def forgive(self) -> None:
+        """Pages that could not be written may be asked for again."""
+        self._refused.clear()
+
     def used_again(self, pages: PageIds) -> None:
         """Another request uses these: what was not admitted before may be now."""
         if self._admission.rule is AdmissionRule.SECOND_USE:
@@ -87,6 +98,8 @@ class WriteQueue:
 
         False when this tier refuses it: the page will not come here, ask the next tier.
         """
+        if self._is_offline():
+            return False
         if self._is_coming(page):
             return True
         if not self._admission.admits(np.array([page], np.int32))[0]:
@@ -96,8 +109,9 @@ class WriteQueue:
             if not self._wanted.setdefault(page, False):
                 self._wanted.move_to_end(page, last=False)
             self.pump(room)
-        if self._admission.is_limited and self._wanted.pop(page, None) is not None:
-            self._drop(DropReason.RATE_LIMITED, 1)  # room cannot wait for a bucket to fill
+        if self._admission.is_limited and page in self._wanted:
+            del self._wanted[page]  # room cannot wait for a bucket to fill
+            self._drop(DropReason.RATE_LIMITED, 1)
         return page in self._wanted or self._is_coming(page)
 
     def _drop(self, reason: DropReason, pages: int) -> None:
@@ -117,6 +131,9 @@ class WriteQueue:
     def pump(self, room: RoomMaker) -> bool:
         """Starts what can be started now. True when a move was begun."""
         begun = False
+        if self._wanted and self._is_offline():
+            self._counters.dropped_writes[DropReason.OFFLINE] += len(self._wanted)
+            self._wanted.clear()
         while self._wanted and self._in_flight < self._open_moves:
             affordable = self._admission.pages_now()
             if not affordable:
@@ -133,7 +150,9 @@ class WriteQueue:
         """A move to this tier has ended; what it could not write is not tried again."""
         self._in_flight -= 1
         for page, outcome in zip(settled.move.pages, settled.outcomes, strict=True):
-            if outcome is not PageOutcome.DONE:
+            if outcome in _MAY_COME_AGAIN and self._is_offline():
+                self._counters.dropped_writes[_REASONS[outcome]] += 1
+            elif outcome is not PageOutcome.DONE:
                 self._refuse(int(page), _REASONS.get(outcome, DropReason.FAILED))
 
     def _refuse(self, page: int, reason: DropReason) -> None:

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from tiercache import eviction
 from tiercache.catalog import Catalog
 from tiercache.eviction import VictimQueue, lowest
+from tiercache.policies import Policy
 from tiercache.policies.lru import Lru
 from tiercache.types import NO_PAGE, Tier
 
@@ -34,13 +35,30 @@ def test_lowest_selects_what_sorting_would_put_first(
     assert chosen == sorted(rows)[:count]
 
 
+class AnyScores:
+    """Scores that have nothing to do with each other, and often are the same."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def touch(self, pages: np.ndarray) -> np.ndarray:
+        return self._rng.integers(0, 4, pages.size).astype(np.float64)
+
+    def on_evict(self, pages: np.ndarray) -> None:
+        """Nothing is remembered."""
+
+
 class EvictionMachine(RuleBasedStateMachine):
     """Pages of a tree on HOST, some of them on DEVICE and DISK too, and a queue for HOST."""
 
-    @initialize(spare_first=st.booleans(), scan_keeps=st.integers(1, 6))
-    def build(self, spare_first: bool, scan_keeps: int) -> None:
+    @initialize(
+        policy=st.one_of(st.builds(Lru), st.builds(AnyScores, st.integers(0, 99))),
+        spare_first=st.booleans(),
+        scan_keeps=st.integers(1, 6),
+    )
+    def build(self, policy: Policy, spare_first: bool, scan_keeps: int) -> None:
         self.catalog = Catalog(dict.fromkeys(Tier, 60))
-        self.queue = VictimQueue(self.catalog, HOST, Lru(), spare_first=spare_first)
+        self.queue = VictimQueue(self.catalog, HOST, policy, spare_first=spare_first)
         self.catalog.on_evictable = lambda tier, pages: (
             self.queue.hint(pages) if tier is HOST else None
         )
@@ -162,7 +180,7 @@ def test_victims_leave_in_the_order_of_their_keys_whatever_happens_between(limit
     ):
         run_state_machine_as_test(
             EvictionMachine,
-            settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
+            settings=settings(max_examples=150, stateful_step_count=50, deadline=None),
         )
 
 

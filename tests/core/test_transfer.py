@@ -106,12 +106,12 @@ def test_each_page_of_a_read_has_its_own_outcome_and_only_good_ones_go_on() -> N
     assert (bench.device[7] == 3).all()
 
 
-def test_a_medium_that_fails_in_the_middle_fails_only_what_comes_after() -> None:
+def test_a_medium_that_fails_in_the_middle_of_a_read_fails_all_of_it() -> None:
     bench = Bench()
     bench.write(record(1), record(2))
     bench.store.reads_left = 1
     done = bench.read(record(1), record(2), hops=(Hop(Tier.HOST, slots(0, 1)),))
-    assert done.outcomes == (PageOutcome.DONE, PageOutcome.FAILED)
+    assert done.outcomes == (PageOutcome.FAILED, PageOutcome.FAILED)
 
 
 def test_a_write_says_for_each_page_what_became_of_it() -> None:

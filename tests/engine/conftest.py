@@ -148,6 +148,7 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
         page_tokens: int = 16,
         chunk: int = 512,
         source: str | None = None,
+        disk_settings: Mapping[str, Any] | None = None,
         **sections: Mapping[str, Any],
     ) -> Rig:
         config: dict[str, Any] = {
@@ -159,6 +160,7 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
                     "capacity": disk * TINY_TOKEN_BYTES,
                     "path": str(tmp_path / "store"),
                     "free_space_floor": 0,
+                    **(disk_settings or {}),
                 },
             },
             "cache": {"page_tokens": page_tokens},

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import ClassVar
 
 import httpx
 import jinja2
@@ -116,6 +117,7 @@ def test_a_long_conversation_being_rendered_keeps_nobody_else_waiting(
 
     class SlowTokenizer:
         chat_template = "slow"
+        added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
         def apply_chat_template(self, *_: object, **__: object) -> str:
             entered.set()

@@ -32,7 +32,7 @@ class InstantTransfers:
         self._done.append(Completion(job, (PageOutcome.DONE,) * pages, 0.0))
 
     def cancel(self, job: Job) -> bool:
-        """Too late, always."""
+        """Always too late: it has just finished."""
         return False
 
     def completions(self) -> list[Completion]:

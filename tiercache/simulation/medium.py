@@ -8,9 +8,11 @@ from random import Random
 
 import numpy as np
 
+from tiercache.codecs import RAW
 from tiercache.errors import PageCorrupt, TierUnavailable
-from tiercache.tiers.disk_facts import WriteOutcome
+from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageIdentity, PageRecord, checksum_of, is_same_page
+from tiercache.tiers.store import Pages
 from tiercache.types import Bytes
 
 POISON = 0xA5
@@ -64,6 +66,31 @@ class SimulatedStore:
 
     # The store's surface
 
+    @property
+    def open_notes(self) -> tuple[str, ...]:
+        return ()
+
+    def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
+        outcomes = []
+        for record, row in wanted:
+            try:
+                self.read_into(record, row)
+                outcomes.append(ReadOutcome.READ)
+            except KeyError:
+                outcomes.append(ReadOutcome.MISSING)
+            except PageCorrupt:
+                outcomes.append(ReadOutcome.CORRUPT)
+        return outcomes
+
+    def used_bytes(self) -> int:
+        return sum(payload.size for _, payload, _ in self.pages.values())
+
+    def probe(self) -> None:
+        self._may_fail()
+
+    def close(self) -> None:
+        """What is committed stays for the next process."""
+
     def read_into(self, page: PageIdentity, out: Bytes) -> None:
         self._may_fail()
         if self.reads_left is not None:
@@ -75,7 +102,7 @@ class SimulatedStore:
             raise KeyError(page.key)
         record, payload, checksum = stored
         out[:] = payload
-        if not is_same_page(record, page) or checksum_of(page.key, out) != checksum:
+        if not is_same_page(record, page) or checksum_of(page.key, RAW, out) != checksum:
             raise PageCorrupt(page.key.hex())
 
     def write(self, batch: Sequence[tuple[PageRecord, Bytes]]) -> list[WriteOutcome]:
@@ -158,7 +185,7 @@ class SimulatedStore:
         if self.is_full or not self._make_room():
             return WriteOutcome.FULL
         before.setdefault(record.key, known)
-        self.pages[record.key] = (record, payload.copy(), checksum_of(record.key, payload))
+        self.pages[record.key] = (record, payload.copy(), checksum_of(record.key, RAW, payload))
         return WriteOutcome.WRITTEN
 
     def _has(self, key: bytes) -> bool:

@@ -48,7 +48,7 @@ class Process:
         )
         self.cache = TierCache(_settings(scenario), self.transfers, store=store, clock=clock)
         for tier, queue in self.cache.queues.items():
-            _watch(queue.policy, tier, oracle.left)
+            _listen(queue.policy, tier, oracle.left)
         for name in _TRANSITIONS:
             _count_calls(self.cache.catalog, name, journal)
         oracle.restarted(self.cache.generation)
@@ -128,15 +128,15 @@ class Process:
             self._oracle.restored(record.namespace, tokens, int(match.pages[-1]))
 
 
-def _watch(policy: Policy, tier: Tier, left: Callable[[Tier, PageIds], None]) -> None:
-    """Listens to a policy: what leaves a tier is told to the model."""
+def _listen(policy: Policy, tier: Tier, left: Callable[[Tier, PageIds], None]) -> None:
+    """Tells the model of whatever leaves a tier, before its policy hears of it."""
     on_evict = policy.on_evict
 
     def told(pages: PageIds) -> None:
         left(tier, pages)
         on_evict(pages)
 
-    policy.on_evict = told  # type: ignore[method-assign]
+    setattr(policy, "on_evict", told)  # noqa: B010  (a method, replaced on this one object)
 
 
 def _settings(scenario: Scenario) -> CacheSettings:

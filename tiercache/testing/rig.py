@@ -13,7 +13,8 @@ from tiercache.lease import Fetch, Lease, Room
 from tiercache.restore import restore
 from tiercache.testing.transfers import ManualTransfers
 from tiercache.tiers.memory import ArrayPool
-from tiercache.transfer import Carrier, MemoryPool, PageStore
+from tiercache.tiers.store import PageStore, StoreHealth
+from tiercache.transfer import Carrier, MemoryPool
 from tiercache.types import Bytes, PageLayout, SlotState, Tier, Tokens
 
 POISON = 0xA5
@@ -35,6 +36,7 @@ class CacheRig:
         *,
         page_tokens: int = 4,
         store: PageStore | None = None,
+        disk_health: StoreHealth | None = None,
         move_pages: int = 4,
         watermarks: tuple[float, float] = (1.0, 0.95),
     ) -> None:
@@ -58,6 +60,7 @@ class CacheRig:
             ),
             self.transfers,
             store=store,
+            disk_health=disk_health,
             clock=self.clock,
         )
         if store is not None:
@@ -74,7 +77,11 @@ class CacheRig:
 
     def acquire(self, tokens: Tokens, namespace: bytes = b"n" * 32) -> Lease:
         """A lease on `tokens` whose prefix has arrived."""
-        lease = self.cache.acquire(namespace, tokens)
+        for _ in range(20):
+            lease = self.cache.acquire(namespace, tokens)
+            if lease is not Room.SOON:
+                break
+            self.settle()
         assert not isinstance(lease, Room), f"no room: {lease}"
         self.settle()
         assert self.cache.fetch_state(lease) is Fetch.READY

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,40 +23,44 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.errors import ConfigError, PageCorrupt, TierError, TierFull
+from tiercache.errors import PageCorrupt, TierError, TierFull, TierLost
 from tiercache.tiers.disk_facts import (
     CHUNK_PAGES,
+    FREE_SPACE_FLOOR_BYTES,
     Durability,
+    Opening,
+    ReadOutcome,
     VerifyReport,
     WriteOutcome,
     chunks,
+    is_no_space,
 )
-from tiercache.tiers.disk_folder import PAGES, StoreFolder, unusable
+from tiercache.tiers.disk_folder import PAGES
 from tiercache.tiers.disk_format import (
     Entry,
     PageIdentity,
     PageRecord,
-    checksum_of,
     is_same_page,
     misfit,
 )
 from tiercache.tiers.disk_gate import Gate
-from tiercache.tiers.disk_room import Room, plan_room
-from tiercache.types import Bytes
+from tiercache.tiers.disk_room import run_leaves
+from tiercache.tiers.store import Pages
+from tiercache.types import Bytes, PageLayout
 
 if TYPE_CHECKING:
-    from tiercache.tiers.disk_maps import DiskMaps
+    from tiercache.tiers.disk_opening import StoreParts
 
 __all__ = [
     "DiskStore",
     "Durability",
     "PageIdentity",
     "PageRecord",
+    "ReadOutcome",
     "VerifyReport",
     "WriteOutcome",
 ]
 
-FREE_SPACE_FLOOR_BYTES = 1 << 30
 _READ_ATTEMPTS = 2
 
 
@@ -69,22 +73,19 @@ class DiskStore:
     `used_bytes` raises TierUnavailable.
     """
 
-    def __init__(
-        self, folder: StoreFolder, room: Room, maps: DiskMaps, free_space_floor_bytes: int
-    ) -> None:
+    def __init__(self, parts: StoreParts) -> None:
         """For `open`, which brings these together."""
-        meta = maps.meta()
-        assert meta is not None
-        self.path = folder.path
-        self.capacity_pages = room.capacity_pages
+        self.path = parts.folder.path
+        self.capacity_pages = parts.room.capacity_pages
         """Pages that fit, through any number of turnovers, within the capacity in bytes."""
-        self.open_notes: tuple[str, ...] = ()
+        self.open_notes = parts.notes
         """What an operator has to hear about how the store was found; empty when all is well."""
-        self._folder = folder
-        self._room = room
-        self._maps = maps
-        self._meta = meta
-        self._floor_bytes = free_space_floor_bytes
+        self._folder = parts.folder
+        self._room = parts.room
+        self._maps = parts.maps
+        self._forms = parts.forms
+        self._meta = parts.meta
+        self._floor_bytes = parts.free_space_floor_bytes
         self._gate = Gate()
         self._turn = threading.Lock()
         self._may_hold_old_generations = False
@@ -101,6 +102,8 @@ class DiskStore:
         page_tokens: int,
         durability: Durability = Durability.RELAXED,
         free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
+        codec: str = "raw",
+        layout: PageLayout | None = None,
     ) -> DiskStore:
         """Opens the store in `path`, creating folder (mode 0700) and files where they are missing.
 
@@ -111,27 +114,30 @@ class DiskStore:
         entry, are dropped; after an unclean stop at `Durability.FAST` also every page that fails
         its checksum.
 
+        `codec` is what new pages are stored with: raw, lossless, int8, or auto, which is decided
+        once, when the store is made. All but raw need the `layout` of pages. Pages that a lossy
+        codec stored are dropped unless `codec` is a lossy one.
+
         Raises ConfigError naming `tiers.disk.path` (in use, unusable, of another page size, of a
         newer format) or `tiers.disk.capacity` (too small for one page, or for what is there).
         """
-        from tiercache.tiers.disk_recovery import bring_up  # late: loads LMDB
+        asked = Opening(
+            capacity_bytes=capacity_bytes,
+            page_bytes=page_bytes,
+            page_tokens=page_tokens,
+            durability=durability,
+            free_space_floor_bytes=free_space_floor_bytes,
+            codec=codec,
+            layout=layout,
+        )
+        return cls.open_as(path, asked)
 
-        room = plan_room(capacity_bytes, page_bytes, page_tokens)
-        folder = StoreFolder.take(path)
-        try:
-            floor_notes = _floor_notes(folder, free_space_floor_bytes)
-            maps, notes = bring_up(folder, room, page_tokens, durability)
-        except ConfigError:
-            folder.leave_as_found()
-            raise
-        except BaseException as error:
-            folder.leave_unclean()
-            if isinstance(error, (TierError, OSError)):
-                raise unusable(folder.path, error) from error
-            raise
-        store = cls(folder, room, maps, free_space_floor_bytes)
-        store.open_notes = notes + floor_notes
-        return store
+    @classmethod
+    def open_as(cls, path: Path, asked: Opening) -> DiskStore:
+        """`open` with its arguments in one piece."""
+        from tiercache.tiers.disk_opening import open_parts  # late: loads LMDB
+
+        return cls(open_parts(path, asked))
 
     @property
     def page_bytes(self) -> int:
@@ -175,30 +181,49 @@ class DiskStore:
                 if not is_same_page(entry.record, page):
                     flaw = "stored with another parent, namespace or tokens"
                 else:
-                    flaw = self._maps.copy_payload(entry, out)
+                    flaw = self._forms.fetch(self._maps, entry, out)
                 if flaw is None:
                     return
         raise PageCorrupt(f"disk store: page {page.key.hex()}: {flaw}")
 
-    def write(self, batch: Sequence[tuple[PageRecord, Bytes]]) -> list[WriteOutcome]:
+    def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
+        """Reads each page into its row, as `read_into` does; a bad page is an outcome."""
+        outcomes = []
+        for record, row in wanted:
+            try:
+                self.read_into(record, row)
+                outcomes.append(ReadOutcome.READ)
+            except KeyError:
+                outcomes.append(ReadOutcome.MISSING)
+            except PageCorrupt:
+                outcomes.append(ReadOutcome.CORRUPT)
+        return outcomes
+
+    def write(self, batch: Pages) -> list[WriteOutcome]:
         """Stores pages, parents before children, and says for each what became of it.
 
         Payloads are uint8 [page_bytes], contiguous, left unchanged meanwhile; 8–16 MiB make a good
         batch. A page that is there already is left alone; one whose parent is neither stored nor
-        before it is NO_PARENT. Pages beyond `capacity_pages` are FULL; where the file system or the
-        map has no room, all new pages of the batch are. What was stored earlier is untouched.
+        before it is NO_PARENT. Pages beyond `capacity_pages` are FULL; where the map has no room,
+        all new pages of the batch are, and where the file system has none, all are NO_SPACE. What
+        was stored earlier is untouched.
 
         Raises ValueError for a page of the wrong shape or of a generation that has not begun, and
         TierUnavailable where the medium fails; then no new page of the batch exists.
         """
-        pages = [(self._entry_for(record, payload), payload) for record, payload in batch]
+        for record, payload in batch:
+            self._refuse_misfit(record, payload)
         with self._gate, self._turn:
-            current = [page for page in pages if page[0].record.generation == self.generation]
+            current = [page for page in batch if page[0].generation == self.generation]
             new = self._absent(current)
             headless = self._headless(new)
-            fitting = self._fitting([page for key, page in new.items() if key not in headless])
-            stored = {entry.record.key for entry, _ in fitting} if self._store(fitting) else set()
-            return [self._outcome(entry, headless, new.keys() - stored) for entry, _ in pages]
+            wanted = self._forms.encode([page for key, page in new.items() if key not in headless])
+            fitting = self._fitting(wanted)
+            outcome = self._store(fitting)
+            refused = dict.fromkeys((entry.record.key for entry, _ in wanted), WriteOutcome.FULL)
+            refused |= dict.fromkeys((entry.record.key for entry, _ in fitting), outcome)
+            refused |= dict.fromkeys(headless, WriteOutcome.NO_PARENT)
+            return [self._outcome(record, refused) for record, _ in batch]
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Forgets pages, then frees their room. Unknown keys are ignored."""
@@ -249,6 +274,21 @@ class DiskStore:
                 gone += 1
         return VerifyReport(good, gone, tuple(corrupt))
 
+    def probe(self) -> None:
+        """Writes and reads a little, at every durability on the medium.
+
+        Raises TierLost where the folder holds other files, or shorter ones, than those that are
+        open; TierUnavailable or TierFull where there could be no write.
+        """
+        with self._gate, self._turn:
+            if flaw := self._folder.replaced() or self._maps.shortened(self._folder):
+                raise TierLost(f"disk store: {flaw}")
+            self._maps.put_meta(self._meta)
+            if self._maps.meta() != self._meta:
+                raise TierLost("disk store: what was written is not what is read")
+            if not self._may_grow_by(1):
+                raise TierFull(f"disk store: {self.path} has less free space than its floor")
+
     def close(self) -> None:
         """Waits for callers inside, syncs, marks the store clean and frees the folder.
 
@@ -277,32 +317,28 @@ class DiskStore:
     ) -> None:
         self.close()
 
-    def _entry_for(self, record: PageRecord, payload: Bytes) -> Entry:
+    def _refuse_misfit(self, record: PageRecord, payload: Bytes) -> None:
         flaw = misfit(record, payload, self.page_bytes, self.page_tokens)
         if flaw is None and record.generation > self.generation:
             flaw = f"generation {record.generation} has not begun; this is {self.generation}"
         if flaw is not None:
             raise ValueError(f"page {record.key.hex()}: {flaw}")
-        return Entry(record, len(payload), checksum_of(record.key, payload))
 
-    def _outcome(self, entry: Entry, headless: set[bytes], refused: set[bytes]) -> WriteOutcome:
-        if entry.record.generation != self.generation:
+    def _outcome(self, record: PageRecord, new: Mapping[bytes, WriteOutcome]) -> WriteOutcome:
+        if record.generation != self.generation:
             return WriteOutcome.OLD_GENERATION
-        if entry.record.key in headless:
-            return WriteOutcome.NO_PARENT
-        return WriteOutcome.FULL if entry.record.key in refused else WriteOutcome.WRITTEN
+        return new.get(record.key, WriteOutcome.WRITTEN)
 
     # From here on the caller is inside the gate and has its turn.
 
-    def _absent(self, pages: list[tuple[Entry, Bytes]]) -> dict[bytes, tuple[Entry, Bytes]]:
+    def _absent(self, pages: Pages) -> dict[bytes, tuple[PageRecord, Bytes]]:
         """The pages that have to be stored, by key."""
-        return {page[0].record.key: page for page in pages if not self._is_there(page[0])}
+        return {page[0].key: page for page in pages if not self._is_there(page[0])}
 
-    def _headless(self, new: dict[bytes, tuple[Entry, Bytes]]) -> set[bytes]:
+    def _headless(self, new: dict[bytes, tuple[PageRecord, Bytes]]) -> set[bytes]:
         """Keys of those whose parent is neither stored nor comes before them."""
         headed: set[bytes] = set()
-        for key, (entry, _) in new.items():
-            record = entry.record
+        for key, (record, _) in new.items():
             if record.depth == 0 or record.parent in headed or self._is_stored(record.parent):
                 headed.add(key)
         return new.keys() - headed
@@ -314,18 +350,18 @@ class DiskStore:
             return False
         return known is not None and known.record.generation == self.generation
 
-    def _is_there(self, entry: Entry) -> bool:
+    def _is_there(self, record: PageRecord) -> bool:
         """Whether this very page can be read. An entry of another generation serves nobody, so its
         payload may be replaced under it.
         """
         try:
-            known = self._maps.entry(entry.record.key)
+            known = self._maps.entry(record.key)
         except PageCorrupt:
             return False
         return (
             known is not None
             and known.record.generation == self.generation
-            and is_same_page(known.record, entry.record)
+            and is_same_page(known.record, record)
         )
 
     def _fitting(self, pages: list[tuple[Entry, Bytes]]) -> list[tuple[Entry, Bytes]]:
@@ -334,7 +370,12 @@ class DiskStore:
         if lacking > 0 and self._may_hold_old_generations:
             lacking -= self._drop_old_generations(max(lacking, CHUNK_PAGES))
         fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
-        return fitting if self._may_grow_by(len(fitting)) else []
+        left = self._room.payload_leaves - self._maps.payload_leaves()
+        for index, (entry, _) in enumerate(fitting):
+            left -= run_leaves(entry.payload_bytes)
+            if left < 0:
+                return fitting[:index]
+        return fitting
 
     def _may_grow_by(self, pages: int) -> bool:
         """Whether the file system keeps its floor with this many pages more."""
@@ -342,8 +383,12 @@ class DiskStore:
         growth_bytes = wanted_bytes - self._folder.data_bytes(PAGES)
         return growth_bytes <= 0 or self._folder.free_bytes() - growth_bytes >= self._floor_bytes
 
-    def _store(self, pages: list[tuple[Entry, Bytes]]) -> bool:
-        """Commits payloads, then entries. False, with nothing stored, where there is no room."""
+    def _store(self, pages: list[tuple[Entry, Bytes]]) -> WriteOutcome:
+        """Commits payloads, then entries. WRITTEN, or why nothing was stored."""
+        if not pages:
+            return WriteOutcome.WRITTEN
+        if not self._may_grow_by(len(pages)):
+            return WriteOutcome.NO_SPACE
         keys = {entry.record.key for entry, _ in pages}
         self._orphans |= keys
         try:
@@ -352,11 +397,11 @@ class DiskStore:
         except TierError as error:
             with contextlib.suppress(TierError):
                 self._delete_orphans()
-            if isinstance(error, TierFull):
-                return False
-            raise
+            if not isinstance(error, TierFull):
+                raise
+            return WriteOutcome.NO_SPACE if is_no_space(error) else WriteOutcome.FULL
         self._orphans -= keys
-        return True
+        return WriteOutcome.WRITTEN
 
     def _delete(self, keys: list[bytes]) -> None:
         self._maps.delete_entries(keys)
@@ -374,13 +419,3 @@ class DiskStore:
         self._delete(keys)
         self._may_hold_old_generations = len(keys) == limit_pages
         return len(keys)
-
-
-def _floor_notes(folder: StoreFolder, floor_bytes: int) -> tuple[str, ...]:
-    free_bytes = folder.free_bytes()
-    if free_bytes >= floor_bytes:
-        return ()
-    return (
-        f"tiers.disk.free_space_floor: {folder.path} has {free_bytes:,} bytes free, less than "
-        f"the floor of {floor_bytes:,}; the store will not grow",
-    )

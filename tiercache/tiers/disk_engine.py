@@ -111,12 +111,14 @@ def open_environment(
     return environment
 
 
-def _cover(file: Path, environment: Environment) -> None:
-    """Makes the file as long as the engine believes it is.
+def used_file_bytes(environment: Environment) -> int:
+    """How much of its file the engine uses; reading beyond the end of the file ends the process."""
+    return int((environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
 
-    A value whose end was cut off ends the process when it is read; as zeros it fails its checksum.
-    """
-    file_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+
+def _cover(file: Path, environment: Environment) -> None:
+    """Makes the file as long as the engine believes it is: zeros fail their checksum."""
+    file_bytes = used_file_bytes(environment)
     if file.stat().st_size < file_bytes:
         os.truncate(file, file_bytes)
 

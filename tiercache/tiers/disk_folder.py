@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 from tiercache.errors import ConfigError, TierError, TierUnavailable
@@ -22,6 +23,7 @@ LOCK, PAGES, INDEX = "LOCK", "pages", "index"
 _ENVIRONMENTS = (PAGES, INDEX)
 _DATA, _READERS = "data.mdb", "lock.mdb"
 _STATE_BYTES = 64
+_RATE_PROBE, _RATE_PROBE_MIB = "rate-probe", 24
 _NOT_OURS_BUT_HARMLESS = {"lost+found"}
 
 
@@ -32,6 +34,7 @@ class StoreFolder:
         self.path = path
         self._lock_fd = lock_fd
         self._found = os.pread(lock_fd, _STATE_BYTES, 0)
+        self._opened: list[tuple[int, int] | None] = []
         self.was_clean = self._found == self._clean_mark()
 
     @classmethod
@@ -90,6 +93,33 @@ class StoreFolder:
             return shutil.disk_usage(self.path).free
         except OSError as error:
             raise self._unreachable(error) from error
+
+    def remember_files(self) -> None:
+        """The files are those that are open from here on; see `replaced`."""
+        self._opened = [_identity(file) for file in self._files()]
+
+    def replaced(self) -> str:
+        """What is no longer where it was when it was opened; empty when all is."""
+        for file, identity in zip(self._files(), self._opened, strict=True):
+            if identity != _identity(file):
+                return f"{file} was removed or replaced"
+        return ""
+
+    def _files(self) -> list[Path]:
+        return [self.path / LOCK, *(self.path / name / _DATA for name in _ENVIRONMENTS)]
+
+    def measured_bytes_per_second(self) -> float:
+        """How fast the medium takes a write that is synced. Costs a fraction of a second."""
+        data = os.urandom(1 << 20)
+        scratch = self.path / _RATE_PROBE
+        with scratch.open("wb", buffering=0) as file:
+            started = time.perf_counter()
+            for _ in range(_RATE_PROBE_MIB):
+                file.write(data)
+            os.fdatasync(file.fileno())
+            seconds = time.perf_counter() - started
+        scratch.unlink()
+        return _RATE_PROBE_MIB * len(data) / seconds
 
     def quarantine(self) -> Path:
         """Moves both environments to a folder beside this one, and returns it.
@@ -172,6 +202,14 @@ def _lock(path: Path, lock_fd: int) -> None:
             f"tiers.disk.path: {path} is in use by another process (pid {holder}); "
             "stop that process or name another folder"
         ) from error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _size_bytes(path: Path) -> int:

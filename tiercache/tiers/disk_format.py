@@ -1,19 +1,20 @@
 """What the disk index says about a page, byte by byte, and the checksum that ties it to a payload.
 
-Payloads are stored raw, exactly `page_bytes` long. Everything known about a page lives in its index
-entry, little-endian and unaligned:
+Payloads are what a codec makes of a page. Everything known about a page lives in its index entry,
+little-endian and unaligned:
 
     offset  bytes  field
          0      1  layout version of the entry
-         1      4  payload length
-         5      8  checksum: xxh3_64 over key + payload
-        13      4  depth
-        17      8  generation
-        25      4  hits
-        29      8  last use, seconds since the epoch (float64)
-        37     16  key of the parent page
-        53     32  namespace fingerprint
-        85    4·n  the page's n tokens, int32
+         1      1  number of the codec
+         2      4  payload length
+         6      8  checksum: xxh3_64 over key + codec + payload
+        14      4  depth
+        18      8  generation
+        26      4  hits
+        30      8  last use, seconds since the epoch (float64)
+        38     16  key of the parent page
+        54     32  namespace fingerprint
+        86    4·n  the page's n tokens, int32
 
 Loads no LMDB, so that planning may speak of records without it.
 """
@@ -30,14 +31,15 @@ from tiercache.errors import PageCorrupt
 from tiercache.keys import FINGERPRINT_BYTES, KEY_BYTES
 from tiercache.types import Bytes
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 TOKEN_BYTES = 4
 
-_ENTRY_VERSION = 1
-_ENTRY = struct.Struct("<BIQIQId16s32s")
+_ENTRY_VERSION = 2
+_ENTRY = struct.Struct("<BBIQIQId16s32s")
 _META_VERSION = struct.Struct("<I")
-_META = struct.Struct("<IQIQ")
+_META = struct.Struct("<IQIQB")
 _MOST_HITS = 2**32 - 1
+UNDECIDED = 255
 
 
 class PageIdentity(Protocol):
@@ -80,12 +82,14 @@ class Entry:
     record: PageRecord
     payload_bytes: int
     checksum: int
+    codec: int = 0
 
     def pack(self) -> bytes:
         record = self.record
         return (
             _ENTRY.pack(
                 _ENTRY_VERSION,
+                self.codec,
                 self.payload_bytes,
                 self.checksum,
                 record.depth,
@@ -103,12 +107,12 @@ class Entry:
         """Raises PageCorrupt where the bytes are no entry of this version."""
         if len(value) < _ENTRY.size or value[0] != _ENTRY_VERSION:
             raise PageCorrupt(f"disk index: the entry of page {key.hex()} cannot be read")
-        _, length, checksum, depth, generation, hits, last_use, parent, namespace = (
+        _, codec, length, checksum, depth, generation, hits, last_use, parent, namespace = (
             _ENTRY.unpack_from(value)
         )
         tokens = value[_ENTRY.size :]
         record = PageRecord(key, parent, namespace, tokens, depth, generation, last_use, hits)
-        return cls(record, length, checksum)
+        return cls(record, length, checksum, codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +123,23 @@ class StoreMeta:
     page_bytes: int
     page_tokens: int
     generation: int
+    codec: int = UNDECIDED
+    """What `auto` stores new pages with; decided once."""
 
     def pack(self) -> bytes:
-        return _META.pack(self.version, self.page_bytes, self.page_tokens, self.generation)
+        return _META.pack(
+            self.version, self.page_bytes, self.page_tokens, self.generation, self.codec
+        )
 
     @classmethod
     def unpack(cls, value: bytes) -> StoreMeta:
-        """A newer version is answered with its number and zeros: its other fields are unknown.
+        """Another version is answered with its number and zeros: its other fields are unknown.
 
         Raises PageCorrupt where the bytes are no meta record at all.
         """
         if len(value) >= _META_VERSION.size:
             (version,) = _META_VERSION.unpack_from(value)
-            if version > STORE_VERSION:
+            if 0 < version != STORE_VERSION:
                 return cls(version, 0, 0, 0)
             if version == STORE_VERSION and len(value) == _META.size:
                 return cls(*_META.unpack(value))
@@ -143,9 +151,9 @@ def entry_bytes(page_tokens: int) -> int:
     return _ENTRY.size + page_tokens * TOKEN_BYTES
 
 
-def checksum_of(key: bytes, payload: Bytes) -> int:
-    """xxh3_64 over key + payload. A guard against rot and mix-ups, never a name."""
-    digest = xxhash.xxh3_64(key)
+def checksum_of(key: bytes, codec: int, payload: Bytes) -> int:
+    """xxh3_64 over key + codec + payload. A guard against rot and mix-ups, never a name."""
+    digest = xxhash.xxh3_64(key + bytes([codec]))
     digest.update(payload.data)
     return int(digest.intdigest())
 

@@ -21,9 +21,10 @@ from tiercache.tiers.disk_engine import (
     commit,
     open_environment,
     translated,
+    used_file_bytes,
 )
 from tiercache.tiers.disk_facts import Durability
-from tiercache.tiers.disk_folder import StoreFolder
+from tiercache.tiers.disk_folder import INDEX, PAGES, StoreFolder
 from tiercache.tiers.disk_format import Entry, StoreMeta, checksum_of, entry_bytes
 from tiercache.tiers.disk_room import Room
 from tiercache.types import Bytes
@@ -63,6 +64,15 @@ class DiskMaps:
         with translated("syncing"):
             self._pages.sync(True)
             self._index.sync(True)
+
+    def shortened(self, folder: StoreFolder) -> str:
+        """Which file is shorter than the engine believes; empty when none is."""
+        for name, environment in ((PAGES, self._pages), (INDEX, self._index)):
+            with translated("asking for sizes"):
+                needed_bytes = used_file_bytes(environment)
+            if folder.data_bytes(name) < needed_bytes:
+                return f"{name}/ in {folder.path} was cut short"
+        return ""
 
     def check_trees(self, page_tokens: int) -> None:
         """Raises PageCorrupt where a tree is bent in a way the check of the file does not see.
@@ -162,6 +172,11 @@ class DiskMaps:
 
     # Payloads
 
+    def payload_leaves(self) -> int:
+        """Leaves of the map that payloads take now; those that share leaves are not counted."""
+        with translated("measuring payloads"):
+            return int(self._pages.stat()["overflow_pages"])
+
     def payload_keys(self) -> set[bytes]:
         with translated("listing payloads"), self._pages.begin() as txn:
             return set(txn.cursor().iternext(values=False))
@@ -195,7 +210,8 @@ class DiskMaps:
             if not len(payload) == entry.payload_bytes == len(out):
                 return f"its payload has {len(payload):,} bytes"
             np.copyto(out, np.frombuffer(payload, dtype=np.uint8))
-        return None if checksum_of(key, out) == entry.checksum else "its checksum is wrong"
+        is_right = checksum_of(key, entry.codec, out) == entry.checksum
+        return None if is_right else "its checksum is wrong"
 
 
 def parents_first(entries: Iterable[Entry | None], generation: int) -> list[Entry]:

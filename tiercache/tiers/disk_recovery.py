@@ -7,22 +7,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 
+from tiercache.codecs import LOSSLESS, RAW
 from tiercache.errors import ConfigError, PageCorrupt
 from tiercache.keys import root_key
 from tiercache.tiers.disk_engine import first_problem, keep_freed_memory
-from tiercache.tiers.disk_facts import Durability, chunks
+from tiercache.tiers.disk_facts import Durability, Opening, chunks
 from tiercache.tiers.disk_folder import INDEX, PAGES, StoreFolder
-from tiercache.tiers.disk_format import STORE_VERSION, Entry, PageRecord, StoreMeta
+from tiercache.tiers.disk_format import (
+    STORE_VERSION,
+    UNDECIDED,
+    Entry,
+    PageRecord,
+    StoreMeta,
+)
 from tiercache.tiers.disk_maps import DiskMaps, parents_first
 from tiercache.tiers.disk_room import Room
 
+_SLOW_BYTES_PER_SECOND = 500e6
+"""Below this the time that `lossless` saves on the medium is more than what it takes."""
+
 
 def bring_up(
-    folder: StoreFolder, room: Room, page_tokens: int, durability: Durability
+    folder: StoreFolder, room: Room, asked: Opening, usable_codecs: Collection[int]
 ) -> tuple[DiskMaps, tuple[str, ...]]:
     """Opens what is in `folder`, or starts empty. Returns the maps and notes for the operator.
 
@@ -35,13 +46,16 @@ def bring_up(
         notes.append(_put_aside(folder, damage))
     _refuse_if_shrunk(folder, room)
     try:
-        maps = _open(folder, room, page_tokens, durability)
+        maps = _open(folder, room, asked.page_tokens, asked.durability)
     except PageCorrupt as error:
         notes.append(_put_aside(folder, str(error)))
-        maps = _open(folder, room, page_tokens, durability)
+        maps = _open(folder, room, asked.page_tokens, asked.durability)
     try:
-        unsynced = durability is Durability.FAST and not folder.was_clean
-        _reconcile(maps, check_payloads=unsynced)
+        if asked.codec == "auto":
+            _decide_codec(folder, maps)
+        unsynced = asked.durability is Durability.FAST and not folder.was_clean
+        _reconcile(maps, usable_codecs, check_payloads=unsynced)
+        folder.remember_files()
     except BaseException:
         maps.close()
         raise
@@ -72,7 +86,7 @@ def _refuse_if_shrunk(folder: StoreFolder, room: Room) -> None:
 def _open(folder: StoreFolder, room: Room, page_tokens: int, durability: Durability) -> DiskMaps:
     maps = DiskMaps(folder, room, durability)
     try:
-        _settle_meta(folder, maps, StoreMeta(STORE_VERSION, room.page_bytes, page_tokens, 0))
+        _settle_meta(folder, maps, room, page_tokens)
         maps.check_trees(page_tokens)
     except BaseException:
         maps.close()
@@ -80,14 +94,16 @@ def _open(folder: StoreFolder, room: Room, page_tokens: int, durability: Durabil
     return maps
 
 
-def _settle_meta(folder: StoreFolder, maps: DiskMaps, wanted: StoreMeta) -> None:
+def _settle_meta(folder: StoreFolder, maps: DiskMaps, room: Room, page_tokens: int) -> None:
     stored = maps.meta()
+    wanted = StoreMeta(STORE_VERSION, room.page_bytes, page_tokens, 0)
     if stored is None:
         maps.put_meta(wanted)
-    elif stored.version > STORE_VERSION:
+    elif stored.version != STORE_VERSION:
         raise ConfigError(
             f"tiers.disk.path: {folder.path} is in format {stored.version} and this version reads "
-            f"up to {STORE_VERSION}; use the newer version, name another path or clear the store"
+            f"{STORE_VERSION}; use the other version, name another path, or clear the store "
+            "with `tiercache disk clear`"
         )
     elif (stored.page_bytes, stored.page_tokens) != (wanted.page_bytes, wanted.page_tokens):
         raise ConfigError(
@@ -97,7 +113,16 @@ def _settle_meta(folder: StoreFolder, maps: DiskMaps, wanted: StoreMeta) -> None
         )
 
 
-def _reconcile(maps: DiskMaps, *, check_payloads: bool) -> None:
+def _decide_codec(folder: StoreFolder, maps: DiskMaps) -> None:
+    """Once in the life of a store: later, its own pages stand in the way of measuring."""
+    meta = maps.meta()
+    assert meta is not None
+    if meta.codec == UNDECIDED:
+        is_slow = folder.measured_bytes_per_second() < _SLOW_BYTES_PER_SECOND
+        maps.put_meta(replace(meta, codec=LOSSLESS if is_slow else RAW))
+
+
+def _reconcile(maps: DiskMaps, usable_codecs: Collection[int], *, check_payloads: bool) -> None:
     """Entries go first: between the two deletions a page must not look whole."""
     meta = maps.meta()
     assert meta is not None
@@ -106,7 +131,9 @@ def _reconcile(maps: DiskMaps, *, check_payloads: bool) -> None:
     kept = _pages_with_a_head(
         entry
         for entry in parents_first(found.values(), meta.generation)
-        if entry.record.key in payload_keys and not (check_payloads and _is_bad(maps, entry))
+        if entry.codec in usable_codecs
+        and entry.record.key in payload_keys
+        and not (check_payloads and _is_bad(maps, entry))
     )
     for keys in chunks(found.keys() - kept):
         maps.delete_entries(keys)

@@ -1,0 +1,106 @@
+"""Asking, damaging and measuring a disk store."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+from tiercache.testing.disk_pages import MIB, PAGE_BYTES, stamp, with_payloads
+from tiercache.tiers.disk import DiskStore, PageRecord, ReadOutcome, WriteOutcome
+from tiercache.tiers.store import PageStore
+from tiercache.types import Bytes
+
+WRITTEN, FULL, NO_SPACE = WriteOutcome.WRITTEN, WriteOutcome.FULL, WriteOutcome.NO_SPACE
+
+
+def store_pages(store: DiskStore, records: list[PageRecord]) -> None:
+    assert set(store.write(with_payloads(records))) == {WRITTEN}
+
+
+def read(store: DiskStore, record: PageRecord) -> Bytes:
+    out = np.empty(store.page_bytes, dtype=np.uint8)
+    store.read_into(record, out)
+    return out
+
+
+def assert_holds(store: DiskStore, records: list[PageRecord]) -> None:
+    """The store has these pages, whole, and no others."""
+    assert {record.key for record in store.records()} == {record.key for record in records}
+    assert store.page_count() == len(records)
+    for record in records:
+        assert np.array_equal(read(store, record), stamp(record.key))
+
+
+def assert_absent(store: DiskStore, record: PageRecord) -> None:
+    with pytest.raises(KeyError):
+        read(store, record)
+
+
+def touch_for_ever(store: DiskStore, touches: dict[bytes, tuple[float, int]]) -> None:
+    while True:
+        store.touch(touches)
+
+
+@contextlib.contextmanager
+def no_file_longer_than(limit_bytes: int) -> Iterator[None]:
+    """A medium that refuses whatever lies beyond."""
+    soft_bytes, hard_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard_bytes))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_bytes, hard_bytes))
+
+
+def folder_bytes(path: Path) -> int:
+    return path.stat().st_size + sum(inner.stat().st_size for inner in path.rglob("*"))
+
+
+def crashed(store: DiskStore, path: Path) -> Path:
+    """What a kill at this moment would leave, at `path`. The store itself goes on."""
+    shutil.copytree(store.path, path)
+    return path
+
+
+def change_raw(
+    path: Path, environment: str, change: Callable[[lmdb.Transaction, Any], object]
+) -> None:
+    """Changes a closed store behind its back. `change` gets a transaction and the entries' map."""
+    with lmdb.open(str(path / environment), map_size=64 * MIB, max_dbs=2, lib_version=0) as env:
+        entries = env.open_db(b"entries") if environment == "index" else None
+        with env.begin(write=True) as txn:
+            change(txn, entries)
+
+
+def raw_keys(path: Path) -> set[bytes]:
+    with (
+        lmdb.open(str(path / "pages"), map_size=64 * MIB, lib_version=0) as env,
+        env.begin() as txn,
+    ):
+        return set(txn.cursor().iternext(values=False))
+
+
+def flip_a_byte_of(record: PageRecord, path: Path) -> None:
+    """Bit rot in the middle of one payload on the medium."""
+    file = path / "pages" / "data.mdb"
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(stamp(record.key).tobytes()) + PAGE_BYTES // 2] ^= 0x10
+    file.write_bytes(raw)
+
+
+def read_all(store: PageStore, records: list[PageRecord]) -> int:
+    """How many of the pages come back; each of them with its own bytes."""
+    rows = np.empty((len(records), PAGE_BYTES), np.uint8)
+    outcomes = store.read_pages(list(zip(records, rows, strict=True)))
+    good = [index for index, outcome in enumerate(outcomes) if outcome is ReadOutcome.READ]
+    for index in good:
+        assert np.array_equal(rows[index], stamp(records[index].key))
+    return len(good)

@@ -1,0 +1,116 @@
+"""The store's own process: LMDB, checksums and whatever the medium does to a process, apart.
+
+    python -m tiercache.tiers.disk_process CONTROL_FD LANE_FD…
+
+Started by `disk_client`. One thread serves each lane, so calls run side by side as they do on
+threads of one process. It ends when told to, or when the other side is gone, and leaves the store
+clean both times.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tiercache.errors import ConfigError
+from tiercache.tiers.disk import DiskStore
+from tiercache.tiers.disk_facts import Opening
+from tiercache.tiers.disk_wire import Place, Region, StoreFacts
+
+_TAKE_OVER_SECONDS = 5.0
+"""How long to wait for the process of a server that has just been killed to let go."""
+_IN_USE = "is in use by another process"
+
+
+class StoreServer:
+    """The store, and the regions its pages are read into and written from."""
+
+    def __init__(self, store: DiskStore, regions: list[Region]) -> None:
+        self._store = store
+        self._regions = regions
+        self._calls: dict[str, Callable[..., Any]] = {
+            "read_pages": self._read_pages,
+            "write": self._write,
+            "delete": store.delete,
+            "touch": store.touch,
+            "set_generation": store.set_generation,
+            "records": store.records,
+            "used_bytes": store.used_bytes,
+            "probe": store.probe,
+            "close": store.close,
+        }
+
+    def serve(self, lane: Connection) -> None:
+        """Answers calls until the other side is gone, or after it said `close`."""
+        while True:
+            try:
+                method, arguments = lane.recv()
+            except (EOFError, OSError):
+                return
+            try:
+                answer = (True, self._calls[method](*arguments))
+            except Exception as error:  # the caller's to deal with
+                answer = (False, error)
+            try:
+                lane.send(answer)
+            except OSError:
+                return
+            if method == "close":
+                return
+
+    def _read_pages(self, wanted: list[tuple[Any, Place]]) -> Any:
+        return self._store.read_pages(self._rows(wanted))
+
+    def _write(self, batch: list[tuple[Any, Place]]) -> Any:
+        return self._store.write(self._rows(batch))
+
+    def _rows(self, places: list[tuple[Any, Place]]) -> list[tuple[Any, Any]]:
+        row_bytes = self._store.page_bytes
+        return [
+            (record, self._regions[region].row(offset, row_bytes))
+            for record, (region, offset) in places
+        ]
+
+
+def main() -> None:
+    """Opens the store that is asked for and serves it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control, *lanes = (Connection(int(fd)) for fd in sys.argv[1:])
+    (path, asked), descriptors = control.recv()
+    regions = [Region(descriptor) for descriptor in descriptors]
+    try:
+        store = _opened(path, asked)
+    except Exception as error:  # told to who asked
+        control.send((False, error))
+        return
+    control.send((True, StoreFacts(store.capacity_pages, store.generation, store.open_notes)))
+    server = StoreServer(store, regions)
+    for lane in lanes:
+        threading.Thread(target=server.serve, args=(lane,), daemon=True).start()
+    server.serve(control)
+    store.close()
+    os._exit(0)  # lanes still wait in their threads; there is nothing left to tidy
+
+
+def _opened(path: Path, asked: Opening) -> DiskStore:
+    """A server that was killed leaves its store's process a moment behind."""
+    deadline = time.monotonic() + _TAKE_OVER_SECONDS
+    while True:
+        try:
+            return DiskStore.open_as(path, asked)
+        except ConfigError as error:
+            if _IN_USE not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
