@@ -135,6 +135,8 @@ def simulate_core(
     print(text)
     if log is not None:
         log.write_text(text + "\n")
+
+
 @app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="Trace file or folder; .zst is unpacked.")],

@@ -121,6 +121,15 @@ def test_a_page_used_again_without_a_word_keeps_what_was_said_last() -> None:
     assert stored(rig, "ab") == 2
 
 
+def test_the_snapshot_shows_what_became_of_hints() -> None:
+    rig = rig_of(8)
+    lease = rig.acquire(prompt("ab"))
+    rig.compute(lease, 2)
+    rig.cache.mark(lease, 0, 2, WillReturn.NO, tenant="someone")
+    (report,) = rig.cache.snapshot().hints
+    assert (report.tenant, report.no_counts, report.no_outcomes) == ("someone", False, 0.0)
+
+
 def test_a_higher_priority_outlasts_and_a_lower_one_leaves_first() -> None:
     rig = rig_of(8)
     for text, priority in (("ab", 80), ("cd", 50), ("ef", 20)):
