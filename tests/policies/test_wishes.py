@@ -89,6 +89,19 @@ def test_a_withdrawn_request_protects_nothing_and_others_behind_it_still_do() ->
     assert rig.cache.wishes.queued == 0
 
 
+def test_an_announcement_from_before_a_flush_takes_nothing_from_those_after_it() -> None:
+    rig = rig_of(6)
+    store(rig, "ab")
+    before = rig.cache.announce(N, prompt("ab"))
+    rig.cache.flush()
+    rig.cache.announce(N, prompt("ab"))
+    store(rig, "ab")
+    rig.cache.withdraw(before)
+    for text in ("cd", "ef", "gh"):
+        store(rig, text)
+    assert stored(rig, "ab") == 2
+
+
 def test_a_queued_request_never_keeps_a_running_one_out() -> None:
     rig = rig_of(6)
     store(rig, "abcd")
