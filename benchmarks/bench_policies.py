@@ -6,7 +6,7 @@ TRACES is a folder with `mooncake_conversation.jsonl.zst`, `mooncake_synthetic.j
 `lmcache_agent_hashed.jsonl.zst` with `agent_session_starts.json`, and, for the section `sessions`,
 `claude_code_sessions.tar.zst`. Sections: exact, others, announce, hints, production, tiers,
 page-tokens, sessions; all of them by default. Every row is saved as soon as it is known. About 20
-minutes on one core. Gaps are against LRU and the optimum in the saved rows of `exact`; run it first.
+minutes on one core. Gaps are against LRU and the optimum in the rows that `exact` saved.
 """
 
 from __future__ import annotations
