@@ -27,6 +27,7 @@ DEFAULT_FILES = (
     "tiercache/tree.py",
     "tiercache/catalog.py",
     "tiercache/moves.py",
+    "tiercache/loads.py",
     "tiercache/room.py",
     "tiercache/writes.py",
     "tiercache/transfer.py",

@@ -120,21 +120,30 @@ def simulate_core(
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each seed.")] = 1000,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after the other.")] = 1,
-    log: Annotated[Path | None, typer.Option(help="Write the counts to this file too.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Keep the counts so far in this file, seed by seed.")
+    ] = None,
 ) -> None:
     """Run the cache in virtual time under faults, against a plain model of it.
 
     The same seed and steps are the same run again. A failure prints what led to it.
     """
-    from tiercache.simulation.run import simulate
+    from tiercache.simulation.run import Report, simulate
 
-    report = simulate(seed, seeds, steps)
-    text = report.json(command=f"tiercache simulate --seed {seed} --steps {steps} --seeds {seeds}")
+    made_by = commit()
+
+    def text(report: Report) -> str:
+        command = f"tiercache simulate --seed {seed} --steps {steps} --seeds {report.seeds}"
+        return report.json(command, made_by)
+
+    def keep(report: Report) -> None:
+        if log is not None:
+            log.write_text(text(report) + "\n")
+
+    report = simulate(seed, seeds, steps, keep)
     if report.failure is not None:
         raise _failed(report.failure.text())
-    print(text)
-    if log is not None:
-        log.write_text(text + "\n")
+    print(text(report))
 
 
 @app.command()

@@ -40,7 +40,18 @@ LAYERS = [
         "gate",
     },
     {"tiers", "codecs", "transfer"},
-    {"moves", "room", "writes", "inspection", "cache", "restore", "prefetch", "disk_return"},
+    {
+        "records",
+        "moves",
+        "room",
+        "writes",
+        "loads",
+        "inspection",
+        "cache",
+        "restore",
+        "prefetch",
+        "disk_return",
+    },
     {"testing", "simulation", "replay"},
 ]
 """Parts of `tiercache`, lowest first: a part imports its own layer and those below."""

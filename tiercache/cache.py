@@ -28,19 +28,20 @@ from tiercache.clock import Clock, SystemClock
 from tiercache.errors import ConfigError, LeaseError
 from tiercache.eviction import VictimQueue
 from tiercache.hints import HintGates
-from tiercache.keys import page_key, root_key
 from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
+from tiercache.loads import Loads
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
 from tiercache.moves import MoveBook, Settled
 from tiercache.names import chain_names, root_name
 from tiercache.pending import PendingPrefixes
 from tiercache.policies import PolicySettings, make_policy
+from tiercache.records import PageNames
 from tiercache.retention import Retention
 from tiercache.room import RoomMaker
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
-from tiercache.transfer import PageOutcome, Transfers, batches
-from tiercache.tree import Match, Tree
+from tiercache.transfer import PageOutcome, Transfers
+from tiercache.tree import Match, Node, Tree
 from tiercache.types import NO_PAGE, MissReason, PageIds, PageLayout, Slots, SlotState, Tier, Tokens
 from tiercache.wishes import Announcement, WillReturn, Wishes
 from tiercache.writes import WriteQueue
@@ -115,10 +116,11 @@ class TierCache:
         self.disk_detached = False
         self._next_lease = 0
         self._transfers = transfers
+        self.names = PageNames(self.tree, self.catalog)
         self.moves = MoveBook(
             self.catalog,
             transfers,
-            self.records_of,
+            self.names.records_of,
             self.counters,
             settings.layout.page_bytes,
         )
@@ -159,6 +161,7 @@ class TierCache:
             demote=self._demote,
             forget=self._forget_gone,
         )
+        self.loads = Loads(self.catalog, self.moves, self.room, settings.pages_per_move)
 
     # A request's life
 
@@ -216,7 +219,7 @@ class TierCache:
         self.catalog.hits[path] += 1
         for queue in self.writes.values():
             queue.used_again(path)
-        self._promote(cold)
+        self.loads.start(cold)
         lease.awaited = absent
         self._extend_own(lease, int(need - cold.size))
         if lease.matched_pages < lease.prompt_tokens // self.page_tokens:
@@ -311,7 +314,8 @@ class TierCache:
         lease.state = LeaseState.CLOSED
         del self.leases[lease.serial]
         self._unpin(path)
-        self._give_up_loads(lease)
+        for settled in self.loads.give_up(lease, self.leases.values()):
+            self._enter(settled)
         if lease.generation != self.generation:
             self.reap()
 
@@ -449,11 +453,7 @@ class TierCache:
             root = self.tree.root(namespace, generation)
             if generation == self.generation or root is None:
                 continue
-            for page in list(self.tree.subtree(root)):
-                if self.catalog.pins[page] == 0 and self.tree.is_leaf(page):
-                    for tier in self.catalog.copies(page):
-                        self.room.leave(tier, page)
-                    self._forget(page)
+            self._forget_all(self._unheld(root))
 
     def forget_if_gone(self, page: int) -> None:
         """I4: forgets a page that has no copy and no child, then its parents likewise."""
@@ -506,7 +506,11 @@ class TierCache:
 
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
-        return tuple(self._record(page) for page in pages.tolist())
+        return self.names.records_of(pages)
+
+    def key_of(self, page: int) -> bytes:
+        """Durable name of a page in the tree; computed when first asked for, then remembered."""
+        return self.names.key_of(page)
 
     # Internals
 
@@ -556,24 +560,6 @@ class TierCache:
     def _ends_at_bad_copy(self, match: Match, path: PageIds) -> bool:
         return path.size < match.pages.size and int(match.pages[path.size]) in self.moves.holes
 
-    def _promote(self, cold: PageIds) -> None:
-        """Starts chains that bring `cold` pages to DEVICE; DISK pages pass through HOST if it
-        has room, so that the next hit is nearer."""
-        on_host = self.catalog.ready_on(Tier.HOST, cold)
-        for batch in batches(cold[on_host], self.settings.pages_per_move):
-            self.moves.start(batch, Tier.HOST, (Tier.DEVICE,))
-        from_disk = cold[~on_host]
-        for batch in batches(from_disk, self.settings.pages_per_move):
-            self.moves.start(batch, Tier.DISK, self._chain_up(batch))
-
-    def _chain_up(self, batch: PageIds) -> tuple[Tier, ...]:
-        host = self.catalog.tiers.get(Tier.HOST)
-        if host is None or host.is_resident(batch).any():
-            return (Tier.DEVICE,)
-        if self.room.make(Tier.HOST, batch.size) is not Room.NOW:
-            return (Tier.DEVICE,)
-        return (Tier.HOST, Tier.DEVICE)
-
     def _enter(self, settled: Settled) -> None:
         """Tells whoever asked for the move, and forgets pages that it left without a copy."""
         queue = self.writes.get(settled.move.target)
@@ -591,19 +577,6 @@ class TierCache:
     def _trim(self, tier: Tier) -> None:
         limits = self.settings.tiers[tier]
         self.room.trim(tier, limits.high_watermark, limits.low_watermark)
-
-    def _give_up_loads(self, lease: Lease) -> None:
-        """Takes back loads that no worker has begun and that only this lease waited for."""
-        if not lease.awaited.size:
-            return
-        waited = [other.awaited for other in self.leases.values()]
-        wanted = np.concatenate([*waited, _NO_PAGES])
-        for move in self.moves.loads():
-            mine = np.isin(move.pages, lease.awaited).any()
-            if mine and not np.isin(move.pages, wanted).any():
-                settled = self.moves.cancel(move)
-                if settled is not None:
-                    self._enter(settled)
 
     def _extend_own(self, lease: Lease, pages: int) -> None:
         own = self.catalog.new_pages(pages)
@@ -638,6 +611,27 @@ class TierCache:
         self.catalog.forget(own)
         lease.pages[index] = stored
         self.counters.adopted_pages += 1
+
+    def _unheld(self, root: Node) -> list[int]:
+        """Pages below `root` that nobody holds, nor anything below them; children first."""
+        free: list[int] = []
+        held: set[int] = set()
+        for page in self.tree.subtree(root):
+            if self.catalog.pins[page] or page in held:
+                held.add(int(self.catalog.parent[page]))
+            else:
+                free.append(page)
+        return free
+
+    def _forget_all(self, pages: list[int]) -> None:
+        """Forgets pages with all their copies; nothing but each other hangs below them."""
+        ids = np.array(pages, np.int32)
+        for tier in self.catalog.tiers:
+            ready = ids[self.catalog.ready_on(tier, ids)]
+            if ready.size:
+                self.room.leave(tier, ready)
+        for page in pages:
+            self._forget(page)
 
     def _touch(self, path: PageIds, fresh_from: int = 0) -> None:
         for queue in self.queues.values():
@@ -703,33 +697,3 @@ class TierCache:
         for queue in self.writes.values():
             for page in forgotten:
                 queue.forget(page)
-
-    def _record(self, page: int) -> PageRecord:
-        namespace, generation = self.tree.root_name(page)
-        parent = int(self.catalog.parent[page])
-        return PageRecord(
-            key=self.key_of(page),
-            parent=root_key(namespace) if parent == NO_PAGE else self.key_of(parent),
-            namespace=namespace,
-            tokens=self.tree.page_at(page).astype("<i4", copy=False).tobytes(),
-            depth=int(self.catalog.depth[page]),
-            generation=generation,
-            last_use_seconds=float(self.catalog.last_use_seconds[page]),
-            hits=int(self.catalog.hits[page]),
-        )
-
-    def key_of(self, page: int) -> bytes:
-        """Durable name of a page in the tree; computed when first asked for, then remembered."""
-        chain: list[int] = []
-        link = page
-        while link != NO_PAGE and not self.catalog.key[link].any():
-            chain.append(link)
-            link = int(self.catalog.parent[link])
-        if link == NO_PAGE:
-            parent_key, _ = self.tree.root_name(page)
-        else:
-            parent_key = bytes(self.catalog.key[link])
-        for link in reversed(chain):
-            parent_key = page_key(parent_key, self.tree.page_at(link))
-            self.catalog.key[link] = np.frombuffer(parent_key, np.uint8)
-        return bytes(self.catalog.key[page])

@@ -368,25 +368,22 @@ class Catalog:
 
     def _check_slots(self, tier: Tier, columns: TierColumns, live: PageIds) -> list[str]:
         problems: list[str] = []
-        free = np.flatnonzero(columns.slot_state == _FREE)
-        if not np.array_equal(columns.free_slots.sorted(), free):
+        state, page = columns.slot_state, columns.slot_page
+        if not np.array_equal(columns.free_slots.sorted(), np.flatnonzero(state == _FREE)):
             problems.append(f"I2 {tier.label}: the free list and the slot states disagree")
-        counts = np.bincount(columns.slot_state, minlength=len(SlotState)).tolist()
+        counts = np.bincount(state, minlength=len(SlotState)).tolist()
         if counts != columns.slot_counts:
             problems.append(f"I6 {tier.label}: {columns.slot_counts} slots are counted as {counts}")
-        owned = np.flatnonzero(columns.slot_page != NO_PAGE)
-        held = np.flatnonzero((columns.slot_state == _FILLING) | (columns.slot_state == _READY))
-        if not np.array_equal(owned, held):
+        held = (state == _FILLING) | (state == _READY)
+        if ((page != NO_PAGE) != held).any():
             problems.append(f"I2 {tier.label}: a slot is held without a page or owned while free")
-        owners = columns.slot_page[owned]
-        if not (
-            np.array_equal(columns.slot[owners], owned)
-            and np.array_equal(columns.state[owners], columns.slot_state[owned])
-        ):
+        slots = held.nonzero()[0]
+        owners = page[slots]
+        if (columns.slot[owners] != slots).any() or (columns.state[owners] != state[slots]).any():
             problems.append(f"I2 {tier.label}: slots and pages disagree on who owns what")
-        resident = live[columns.state[live] != _FREE]
-        if resident.size != owned.size or np.count_nonzero(columns.state) != resident.size:
-            problems.append(f"I2 {tier.label}: {resident.size} pages hold {owned.size} slots")
+        resident = np.count_nonzero(columns.state[live])
+        if resident != slots.size or np.count_nonzero(columns.state) != resident:
+            problems.append(f"I2 {tier.label}: {resident} pages hold {slots.size} slots")
         return problems
 
     def _check_children(self, tier: Tier, columns: TierColumns, live: PageIds) -> list[str]:

@@ -110,7 +110,7 @@ def evict(
         elif columns.resident_children[page]:
             answer["kept_has_children"] += 1
         else:
-            cache.room.leave(tier, page)
+            cache.room.leave(tier, np.array([page], np.int32))
             cache.counters.evicted_pages[(tier, EvictOutcome.COPY_ELSEWHERE)] += 1
             answer["evicted"] += 1
     return EvictReport(**answer)

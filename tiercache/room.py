@@ -113,7 +113,7 @@ class RoomMaker:
         """How many pages left `tier`, and how many are being written down first."""
         elsewhere = self._catalog.ready_elsewhere(tier, victims)
         if elsewhere.all() or tier is self._slowest:
-            self._leave(tier, victims)
+            self.leave(tier, victims)
             self._count(tier, EvictOutcome.COPY_ELSEWHERE, int(np.count_nonzero(elsewhere)))
             lost = victims[~elsewhere]
             if lost.size:
@@ -130,13 +130,13 @@ class RoomMaker:
         """True when the page left `tier`; False when it is being written down first."""
         pages = np.array([page], np.int32)
         if self._catalog.ready_elsewhere(tier, pages)[0]:
-            self._leave(tier, pages)
+            self.leave(tier, pages)
             self._count(tier, EvictOutcome.COPY_ELSEWHERE, 1)
         elif self._demote(tier, page):
             self._leaving[page] = tier
             return False
         else:
-            self._leave(tier, pages)
+            self.leave(tier, pages)
             self._lose(tier, pages)
         return True
 
@@ -151,11 +151,8 @@ class RoomMaker:
         if pages:
             self._counters.evicted_pages[(tier, outcome)] += pages
 
-    def leave(self, tier: Tier, page: int) -> None:
-        """Drops a READY copy nobody reads, whatever else there is of the page."""
-        self._leave(tier, np.array([page], np.int32))
-
-    def _leave(self, tier: Tier, pages: PageIds) -> None:
+    def leave(self, tier: Tier, pages: PageIds) -> None:
+        """Drops READY copies nobody reads, whatever else there is of the pages."""
         if tier is Tier.DISK:
             self._moves.erase(pages)
         else:

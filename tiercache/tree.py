@@ -470,6 +470,9 @@ class Tree:
                     problems.append(f"I1 child {child.serial} of node {node.serial} is misfiled")
                 if child.first_depth != first + pages.size:
                     problems.append(f"I1 child {child.serial} has a wrong depth")
+        linked = sum(len(node.children) for node in self._nodes.values())
+        if linked != self.node_count:
+            problems.append(f"I1 {self.node_count} nodes, {linked} of them can be reached")
         claimed = int(np.count_nonzero(self._node_of != NO_PAGE))
         if claimed != placed:
             problems.append(f"I1 {claimed} pages claim a node, nodes hold {placed}")

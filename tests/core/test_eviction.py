@@ -20,6 +20,7 @@ from tiercache import eviction
 from tiercache.catalog import Catalog
 from tiercache.eviction import VictimQueue, lowest
 from tiercache.policies import Policy
+from tiercache.policies.columns import Indifferent
 from tiercache.policies.lru import Lru
 from tiercache.types import NO_PAGE, Tier
 
@@ -35,13 +36,13 @@ def test_lowest_selects_what_sorting_would_put_first(
     assert chosen == sorted(rows)[:count]
 
 
-class AnyScores:
+class AnyScores(Indifferent):
     """Scores that have nothing to do with each other, and often are the same."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
 
-    def touch(self, pages: np.ndarray) -> np.ndarray:
+    def touch(self, pages: np.ndarray, fresh_from: int = 0) -> np.ndarray:
         return self._rng.integers(0, 4, pages.size).astype(np.float64)
 
     def on_evict(self, pages: np.ndarray) -> None:

@@ -168,7 +168,7 @@ def test_a_child_that_reaches_disk_where_its_parent_failed_hangs_below_a_known_h
     rig.settle()
     store.is_out = True
     rig.cache.evict(Tier.DISK)
-    rig.cache.room.leave(Tier.DISK, 0)
+    rig.cache.room.leave(Tier.DISK, np.array([0], np.int32))
     rig.transfers.run_all()  # its record stays
     store.is_out = False
     rig.cache.tick()
@@ -191,6 +191,17 @@ def test_a_flush_ends_all_leadership() -> None:
     rig.cache.flush()
     assert not rig.cache.is_worth_waiting(follow), "what it computes is not stored any more"
     assert rig.cache.follow(N, prompt(1)) is None
+
+
+def test_what_was_computed_before_a_flush_does_not_enter_the_tree_at_all() -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 16})
+    lease = opened(rig, prompt(1))
+    rig.cache.flush()
+    assert rig.cache.insertable(lease, 17) == (0, 0)
+    assert rig.cache.insert(lease, 17) == 0
+    assert rig.cache.tree.page_count == 0
+    rig.cache.tick()
+    assert not rig.transfers.waiting, "nothing of it is written down"
 
 
 def test_a_second_flush_does_not_count_again_what_is_out_of_reach() -> None:
@@ -271,11 +282,27 @@ def test_a_page_that_becomes_hot_while_it_is_written_down_stays() -> None:
     rig.cache.evict(Tier.HOST)
     for page in rig.cache.tree.match(N, 0, prompt(1)).pages.tolist():
         if rig.cache.catalog.is_ready(Tier.HOST, page):
-            rig.cache.room.leave(Tier.HOST, page)
+            rig.cache.room.leave(Tier.HOST, np.array([page], np.int32))
     assert rig.cache.acquire(N, prompt(2, 15)) is Room.SOON
     held = opened(rig, prompt(1, 15), fetch=False)
     rig.settle()
     rig.assert_lease_reads_its_own(held)
+    rig.assert_sound()
+
+
+def test_a_page_that_got_a_child_while_it_was_written_down_stays() -> None:
+    rig = CacheRig({Tier.DEVICE: 5, Tier.HOST: 8})
+    rig.store_prompt(prompt(1, 5))
+    assert rig.cache.acquire(N, prompt(2)) is Room.SOON
+    assert rig.transfers.waiting, "the only page is written down, to make room"
+    lease = opened(rig, prompt(1, 9))
+    rig.compute(lease, 9)
+    rig.cache.release(lease)
+
+    rig.transfers.run()
+    rig.cache.tick()
+
+    assert rig.cache.lookup(N, prompt(1, 9)).tokens_by_tier == {Tier.DEVICE: 8, Tier.HOST: 0}
     rig.assert_sound()
 
 

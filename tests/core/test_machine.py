@@ -180,6 +180,16 @@ class CacheMachine(RuleBasedStateMachine):
             left = self.cache.catalog.tiers[tier].slot_page != NO_PAGE
             assert left.sum() == report.kept_no_slower_copy + report.kept_has_children
 
+    @rule(tier=st.sampled_from(Tier), share=st.floats(0.3, 1.0))
+    def resize(self, tier: Tier, share: float) -> None:
+        columns = self.cache.catalog.tiers.get(tier)
+        if columns is not None:
+            self.cache.resize(tier, max(1, int(share * columns.pool_pages)))
+
+    @invariant()
+    def a_copy_of_the_books_balances_too(self) -> None:
+        assert self.cache.freeze().check() == []
+
     @rule(dice=st.integers(0, 7))
     def flush(self, dice: int) -> None:
         if dice:
@@ -269,6 +279,6 @@ def test_no_order_of_events_breaks_the_cache() -> None:
             max_examples=60,
             stateful_step_count=50,
             deadline=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=tuple(set(settings.default.phases) & {Phase.generate, Phase.shrink}),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -114,6 +115,16 @@ def test_stats_shows_a_row_per_tier(http: httpx.Client) -> None:
     assert set(rows) == {"device", "disk"}
     assert re.search(r"12 of 46 +10 +12\.5% +ok", rows["disk"])
     assert "101 prompt tokens: 61 from the cache, 40 computed" in done.stdout
+
+
+def test_a_simulation_prints_its_counts_and_keeps_them(tmp_path: Path) -> None:
+    log = tmp_path / "log.json"
+    done = tiercache("simulate", "--seed", "3", "--steps", "40", "--seeds", "2", "--log", str(log))
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert (printed["steps"], printed["seeds"]) == (80, 2)
+    assert printed["command"] == "tiercache simulate --seed 3 --steps 40 --seeds 2"
+    assert json.loads(log.read_text()) == printed
 
 
 def test_stats_without_a_server_says_so_plainly() -> None:

@@ -15,7 +15,7 @@ from tiercache.simulation.scenario import FAULTS, OPERATIONS, draw_scenario
 from tiercache.simulation.world import World
 from tiercache.types import SlotState, Tier
 
-SEEDS, STEPS = 60, 300
+SEEDS, STEPS = 40, 250
 
 
 def test_no_order_of_events_and_no_fault_breaks_the_core() -> None:
@@ -63,7 +63,7 @@ def test_the_model_notices_a_page_that_is_gone_without_being_reported() -> None:
             cache.catalog.drop(Tier.DEVICE, np.array([page], np.int32))
             cache.forget_if_gone(int(page))
 
-    with pytest.raises(OracleError, match=r"READY on|by the model"):
+    with pytest.raises(OracleError, match="by the model"):
         steps_with(drop_one)
 
 

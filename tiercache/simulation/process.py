@@ -10,6 +10,7 @@ import numpy as np
 
 from tiercache.cache import CacheSettings, TierCache, TierLimits
 from tiercache.clock import ManualClock
+from tiercache.columns import TierColumns
 from tiercache.policies import Policy
 from tiercache.restore import restore
 from tiercache.simulation.journal import Journal
@@ -48,7 +49,7 @@ class Process:
         )
         self.cache = TierCache(_settings(scenario), self.transfers, store=store, clock=clock)
         for tier, queue in self.cache.queues.items():
-            _listen(queue.policy, tier, oracle.left)
+            _listen(queue.policy, self.cache.catalog.tiers[tier], oracle.left)
         for name in _TRANSITIONS:
             _count_calls(self.cache.catalog, name, journal)
         oracle.restarted(self.cache.generation)
@@ -128,12 +129,14 @@ class Process:
             self._oracle.restored(record.namespace, tokens, int(match.pages[-1]))
 
 
-def _listen(policy: Policy, tier: Tier, left: Callable[[Tier, PageIds], None]) -> None:
+def _listen(policy: Policy, columns: TierColumns, left: Callable[[Tier, PageIds], None]) -> None:
     """Tells the model of whatever leaves a tier, before its policy hears of it."""
     on_evict = policy.on_evict
 
     def told(pages: PageIds) -> None:
-        left(tier, pages)
+        if columns.resident_children[pages].any():
+            raise OracleError(f"I9 a page of {pages} left {columns.tier.label} before its children")
+        left(columns.tier, pages)
         on_evict(pages)
 
     setattr(policy, "on_evict", told)  # noqa: B010  (a method, replaced on this one object)

@@ -42,13 +42,14 @@ class Report:
     failure: Failure | None
     """The first seed that failed, after which no other was tried."""
 
-    def json(self, command: str) -> str:
-        """The report as text; `command` is what makes it again."""
+    def json(self, command: str, commit: str) -> str:
+        """The report as text, with what makes it again."""
         matches = self.counts.get("matches", Counter())
         hits = matches.total() - matches["nothing"]
         share = matches["a tier other than device"] / hits if hits else 0.0
         body = {
             "command": command,
+            "commit": commit,
             "steps": self.steps,
             "seeds": self.seeds,
             "share_of_matches_on_a_tier_other_than_device": round(share, 4),
@@ -73,20 +74,24 @@ def run_seed(seed: int, steps: int, journal: Journal) -> Failure | None:
 
 
 def simulate(
-    first_seed: int, seeds: int, steps: int, progress: Callable[[int], None] = lambda seed: None
+    first_seed: int,
+    seeds: int,
+    steps: int,
+    progress: Callable[[Report], None] = lambda so_far: None,
 ) -> Report:
     """`steps` steps of each of `seeds` seeds from `first_seed` on; stops at the first failure.
 
-    `progress` is called with each seed that is done.
+    `progress` is shown the report so far after each seed.
     """
     counts = Journal()
-    done = 0
+    report = Report(0, 0, counts.counts, None)
     for seed in range(first_seed, first_seed + seeds):
         journal = Journal()
         failure = run_seed(seed, steps, journal)
         counts.add(journal.counts)
-        done += 1
+        done = counts.counts["operations"].total()
+        report = Report(done, report.seeds + 1, counts.counts, failure)
+        progress(report)
         if failure is not None:
-            return Report(counts.counts["operations"].total(), done, counts.counts, failure)
-        progress(seed)
-    return Report(counts.counts["operations"].total(), done, counts.counts, None)
+            break
+    return report

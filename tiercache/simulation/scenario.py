@@ -15,8 +15,9 @@ from tiercache.types import PageLayout, Tier
 OPERATIONS: Mapping[str, float] = {
     "arrive": 18,
     "proceed": 60,
-    "pass_time": 22,
-    "tick": 22,
+    "pass_time": 8,
+    "settle_one": 14,
+    "tick": 12,
     "abort": 8,
     "timeout": 8,
     "lookup": 1.5,
@@ -25,13 +26,13 @@ OPERATIONS: Mapping[str, float] = {
     "resize": 3,
     "flush": 0.35,
     "flush_unrecorded": 0.25,
-    "shutdown": 1.6,
+    "shutdown": 2.5,
     "kill": 0.5,
     "power_loss": 0.5,
     "rest": 0.4,
 }
 
-ALWAYS = frozenset({"arrive", "proceed", "pass_time", "tick", "lookup"})
+ALWAYS = frozenset({"arrive", "proceed", "pass_time", "settle_one", "tick", "lookup"})
 
 FAULTS: Mapping[str, float] = {
     "move_fails": 0.03,
@@ -102,7 +103,7 @@ def draw_scenario(seed: int) -> Scenario:
         longest_prompt_tokens=longest_pages * page_tokens + rng.randint(0, page_tokens),
         most_requests=rng.randint(3, 7),
         chunk_pages=rng.randint(1, 3),
-        fetch_deadline_seconds=rng.choice((0.0005, 0.005, 0.05)),
+        fetch_deadline_seconds=rng.choice((0.0005, 0.02, 0.2)),
         join_deadline_seconds=rng.choice((0.001, 0.01, 1.0)),
         operations=_subset(rng, OPERATIONS, keep=0.75, always=ALWAYS),
         faults=_subset(rng, FAULTS, keep=0.6, always=frozenset()),

@@ -230,6 +230,8 @@ class Service:
         request.computed_tokens += tokens
         first, stop = self._cache.insertable(lease, request.computed_tokens)
         if stop > first:
+            if lease.generation != self._oracle.generation:
+                raise OracleError("I8 a page of an older generation would be inserted")
             self._write(lease, first, stop)
             self._insert(lease, request.computed_tokens, first, stop)
         return True

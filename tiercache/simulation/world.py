@@ -127,6 +127,11 @@ class World:
         seconds = self._rng.choice((None, None, None, 0.0005, 0.001, 0.01))
         self.process.transfers.pass_time(seconds)
 
+    def _settle_one(self) -> None:
+        """The next job ends and the cache hears of it before anything else does."""
+        self.process.transfers.pass_time()
+        self.process.cache.tick()
+
     def _rest(self) -> None:
         self.process.come_to_rest()
         self.process.verify_disk()
@@ -256,7 +261,7 @@ class World:
         dice = self._rng.random()
         longest = self.scenario.longest_prompt_tokens
         length = max(self._rng.randint(1, longest), self._rng.randint(1, longest))
-        if dice < 0.55:
+        if dice < 0.4:
             tokens = self._rng.choice(self._hot)[:length].copy()
             if self._rng.random() < 0.3:
                 at = self._rng.randrange(length)

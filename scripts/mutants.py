@@ -1,0 +1,441 @@
+"""Deliberate faults, each of which a test has to catch.
+
+    python scripts/mutants.py                  every mutant, a line for each, then the table
+    python scripts/mutants.py adopt-keeps-load one of them
+
+Each is applied to a scratch copy, in which the core's tests and the simulation then run until the
+first of them fails. The exit code is 1 when one survives.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from scratch import ROOT, Scratch
+
+TIMEOUT_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old`, found in `file`, becomes `new` everywhere it stands."""
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+
+
+T, C, M, X = ("tiercache/" + name for name in ("tree.py", "catalog.py", "moves.py", "transfer.py"))
+K, R, W, S = ("tiercache/" + name for name in ("cache.py", "room.py", "writes.py", "restore.py"))
+L = "tiercache/loads.py"
+I, E = "tiercache/inspection.py", "tiercache/eviction.py"  # noqa: E741
+
+MUTANTS = (
+    Mutant("split-loses-children", "I1", T, "tail.children = node.children", "tail.children = {}"),
+    Mutant("split-keeps-owner", "I1", T, "        self._own(tail.pages, tail)\n", ""),
+    Mutant(
+        "match-rounds-up",
+        "whole pages only",
+        T,
+        "tokens[at:]) // page_tokens",
+        "tokens[at:]) // page_tokens + 1",
+    ),
+    Mutant(
+        "namespaces-share-a-root",
+        "I8",
+        T,
+        "(namespace, generation)",
+        '(b"", generation)',
+    ),
+    Mutant(
+        "ready-before-the-bytes",
+        "I3",
+        C,
+        "columns.state[pages] = _FILLING",
+        "columns.state[pages] = _READY",
+    ),
+    Mutant(
+        "parents-leave-before-children",
+        "I9, the leaf rule",
+        C,
+        "            and columns.resident_children[page] == 0\n",
+        "",
+    ),
+    Mutant(
+        "pinned-pages-leave",
+        "I5, pins",
+        C,
+        "            and self.pins[page] == 0\n",
+        "",
+    ),
+    Mutant(
+        "retired-child-still-counts",
+        "I9",
+        C,
+        "        self._count_children(columns, pages, -1)\n        return slots",
+        "        return slots",
+    ),
+    Mutant(
+        "handed-over-child-not-counted",
+        "I9",
+        C,
+        "        self._count_children(columns, pair[1:], +1)\n",
+        "",
+    ),
+    Mutant(
+        "retired-slot-given-away",
+        "I2, a worker may still touch it",
+        C,
+        "        columns.slot_state[slots] = _RETIRING\n",
+        "        columns.slot_state[slots] = _RETIRING\n"
+        "        columns.free_slots.extend(slots.tolist())\n",
+    ),
+    Mutant(
+        "filled-beyond-the-new-size",
+        "resizing",
+        C,
+        "return max(0, self.capacity_pages - self.held_count)",
+        "return len(self.free_slots)",
+    ),
+    Mutant(
+        "moves-do-not-pin",
+        "I5, a source may leave under its reader",
+        M,
+        "        self._catalog.pin(pages)\n        move = Move(",
+        "        move = Move(",
+    ),
+    Mutant(
+        "moves-never-unpin",
+        "I5, release",
+        M,
+        "        self._catalog.unpin(move.pages)\n",
+        "",
+    ),
+    Mutant(
+        "superseded-slot-is-lost",
+        "I2, release",
+        M,
+        "            self._catalog.free_retired(hop.tier, hop.slots[~own])\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "failed-pages-are-committed",
+        "I3, outcomes by page",
+        M,
+        "done = np.array([o is PageOutcome.DONE for",
+        "done = np.array([True for",
+    ),
+    Mutant(
+        "bad-copy-stays",
+        "a bad copy is dropped",
+        M,
+        "            self._drop_bad_copy(move.source, page)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "hole-is-not-known",
+        "I10",
+        M,
+        "            self.holes.add(page)\n",
+        "",
+    ),
+    Mutant(
+        "failed-parent-is-no-hole",
+        "I10",
+        M,
+        "                self.holes.update(move.pages[lost & followed].tolist())\n",
+        "",
+    ),
+    Mutant(
+        "erase-frees-its-slot-at-once",
+        "I2, the record may still be there",
+        M,
+        "        slots = self._catalog.retire(Tier.DISK, pages)\n",
+        "        slots = self._catalog.retire(Tier.DISK, pages)\n"
+        "        self._catalog.free_retired(Tier.DISK, slots)\n",
+    ),
+    Mutant(
+        "cancelled-slots-are-lost",
+        "release",
+        M,
+        "        return self._settle(Completion(move, outcomes, 0.0), move)\n",
+        "        return None\n",
+    ),
+    Mutant(
+        "corrupt-is-good-enough",
+        "the checksum",
+        X,
+        "            return PageOutcome.CORRUPT\n",
+        "            return PageOutcome.DONE\n",
+    ),
+    Mutant(
+        "bad-page-goes-up-the-chain",
+        "outcomes by page",
+        X,
+        "            if outcome is PageOutcome.DONE:\n",
+        "            if True:\n",
+    ),
+    Mutant(
+        "worker-dies-of-a-fault",
+        "a worker lives on",
+        X,
+        "except Exception as fault:",
+        "except TierError as fault:",
+    ),
+    Mutant(
+        "any-job-can-be-taken-back",
+        "a begun job runs to its end",
+        X,
+        "                    return True\n        return False\n",
+        "                    return True\n        return True\n",
+    ),
+    Mutant(
+        "erases-overtake-writes",
+        "order of writes",
+        X,
+        "    return isinstance(job, Erase) or job.target is Tier.DISK\n",
+        "    return isinstance(job, Move) and job.target is Tier.DISK\n",
+    ),
+    Mutant(
+        "acquire-does-not-pin",
+        "I5, pins",
+        K,
+        "        self.catalog.pin(path)\n        cold",
+        "        cold",
+    ),
+    Mutant(
+        "release-does-not-unpin",
+        "I5, release",
+        K,
+        "        self._unpin(path)\n        for settled in",
+        "        for settled in",
+    ),
+    Mutant(
+        "refused-request-keeps-its-pins",
+        "all or nothing",
+        K,
+        "            self._unpin(path)\n            return answer\n",
+        "            return answer\n",
+    ),
+    Mutant(
+        "release-keeps-own-rows",
+        "I1, release",
+        K,
+        "            for page in own.tolist():\n                self.catalog.forget(page)\n",
+        "",
+    ),
+    Mutant(
+        "flushed-lease-still-inserts",
+        "I8, generations",
+        K,
+        " or lease.generation != self.generation:\n            return first, first",
+        ":\n            return first, first",
+    ),
+    Mutant(
+        "old-pages-are-never-reaped",
+        "flush",
+        K,
+        "        if settled:\n            self.reap()\n",
+        "",
+    ),
+    Mutant(
+        "leaders-outlive-a-flush",
+        "flush",
+        K,
+        "        self.pending.clear()\n",
+        "",
+    ),
+    Mutant(
+        "partial-page-is-inserted",
+        "I3, only complete pages",
+        K,
+        "        stop = min(computed_tokens // self.page_tokens, len(lease.pages))",
+        "        stop = min(-(-computed_tokens // self.page_tokens), len(lease.pages))",
+    ),
+    Mutant(
+        "adopt-keeps-load",
+        "adoption while FILLING",
+        K,
+        "        if columns.state[stored] == int(SlotState.FILLING):\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "adopt-gives-its-copy-up",
+        "adoption without a copy",
+        K,
+        "        if columns.state[stored] == int(SlotState.FREE):\n            self.catalog.hand",
+        "        if False:\n            self.catalog.hand",
+    ),
+    Mutant(
+        "adopted-page-is-not-pinned",
+        "I5, adoption",
+        K,
+        "        self.catalog.pin(np.array([stored], np.int32))\n",
+        "",
+    ),
+    Mutant(
+        "nobody-waits-for-a-load",
+        "the wait for DEVICE",
+        K,
+        "return Fetch.WAITING if lease.awaited.size else Fetch.READY",
+        "return Fetch.READY",
+    ),
+    Mutant(
+        "failed-load-is-waited-for",
+        "a failed load is noticed",
+        K,
+        "                return Fetch.FAILED\n",
+        "                return Fetch.WAITING\n",
+    ),
+    Mutant(
+        "last-token-is-served",
+        "the last token is computed",
+        K,
+        "match.pages[: (tokens.size - 1) // self.page_tokens]",
+        "match.pages[: tokens.size // self.page_tokens]",
+    ),
+    Mutant(
+        "match-goes-on-behind-a-hole",
+        "a match stops at a hole",
+        K,
+        "        if unusable.any():\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "room-for-promotions-is-not-asked",
+        "all or nothing",
+        K,
+        "path.size + cold.size + 1",
+        "path.size + 1",
+    ),
+    Mutant(
+        "joiners-lose-their-load",
+        "the last waiter cancels",
+        L,
+        "            if mine and not np.isin(move.pages, wanted).any():\n",
+        "            if mine:\n",
+    ),
+    Mutant(
+        "detached-disk-is-still-served",
+        "I8, flush",
+        K,
+        "        self.catalog.drop(Tier.DISK, ready)\n        for",
+        "        for",
+    ),
+    Mutant(
+        "detached-disk-is-written-on",
+        "flush while writing",
+        K,
+        "        self.catalog.retire(Tier.DISK, filling)",
+        "        pass",
+    ),
+    Mutant(
+        "prompt-is-booked-without-hits",
+        "I7",
+        K,
+        "        self.counters.hit_tokens.update(lease.books.hit_tokens)\n",
+        "",
+    ),
+    Mutant(
+        "flush-is-not-recorded",
+        "flush: on DISK first",
+        I,
+        "            cache.store.set_generation(generation)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "only-copy-is-dropped",
+        "a page is written down before it leaves",
+        R,
+        "        if not elsewhere and self._demote(tier, page):\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "written-page-does-not-leave",
+        "room comes",
+        R,
+        "                self._evict(tier, page)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "children-before-parents",
+        "parents are written first",
+        W,
+        "        return chain[::-1] or None\n",
+        "        return chain or None\n",
+    ),
+    Mutant(
+        "ancestors-are-not-written",
+        "parents are written first",
+        W,
+        "            if self.tier is not Tier.DISK:\n                break\n",
+        "            break\n",
+    ),
+    Mutant(
+        "head-is-evicted-for-its-tail",
+        "I10, making room",
+        W,
+        "        held = np.concatenate((pages, parents[parents != NO_PAGE]))\n",
+        "        held = pages\n",
+    ),
+    Mutant(
+        "ancestors-are-put-ahead-for-ever",
+        "a small tier comes to rest",
+        W,
+        "            is_late = link != page and self._wanted.get(page, False)\n",
+        "            is_late = False\n",
+    ),
+    Mutant(
+        "children-of-older-records-are-lost",
+        "warm start",
+        S,
+        "            last_use[record.parent] = max(above, last_use[record.key])\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "headless-pages-are-restored",
+        "I10, warm start",
+        S,
+        "len(kept) < capacity_pages and has_head and",
+        "len(kept) < capacity_pages and",
+    ),
+    Mutant(
+        "hottest-leaves-first",
+        "order of eviction",
+        E,
+        "            float(self._columns.score[page]),\n",
+        "            -float(self._columns.score[page]),\n",
+    ),
+)
+
+
+def source_of(mutant: Mutant) -> str:
+    """The whole file with the fault in it."""
+    source = (ROOT / mutant.file).read_text()
+    if mutant.old not in source:
+        raise SystemExit(f"{mutant.name}: {mutant.file} has no such lines any more")
+    return source.replace(mutant.old, mutant.new)
+
+
+def main() -> int:
+    wanted = set(sys.argv[1:])
+    chosen = [mutant for mutant in MUTANTS if not wanted or mutant.name in wanted]
+    sources = [source_of(mutant) for mutant in chosen]
+    rows, survivors = [], 0
+    with Scratch() as scratch:
+        for mutant, source in zip(chosen, sources, strict=True):
+            verdict = scratch.try_with(mutant.file, source, TIMEOUT_SECONDS)
+            survivors += not verdict.killed
+            caught = verdict.by.removeprefix("tests/") if verdict.killed else "SURVIVED"
+            print(f"{mutant.name}: {caught}", flush=True)
+            rows.append(f"| {mutant.name} | {mutant.breaks} | {caught} |")
+    print("\n| fault | what it breaks | caught by |\n|---|---|---|", *rows, sep="\n")
+    print(f"\n{len(chosen) - survivors} of {len(chosen)} caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

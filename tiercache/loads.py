@@ -1,0 +1,61 @@
+"""Bringing pages up to DEVICE for requests that wait for them, and giving that up.
+
+Requests that want the same pages wait for the same move. A move is taken back only when nobody
+waits for any of its pages any more, and only while no worker has begun it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tiercache.catalog import Catalog
+from tiercache.lease import Lease, Room
+from tiercache.moves import MoveBook, Settled
+from tiercache.room import RoomMaker
+from tiercache.transfer import batches
+from tiercache.types import PageIds, Tier
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class Loads:
+    """Starts and gives up the moves that lead to DEVICE. Engine thread only."""
+
+    def __init__(
+        self, catalog: Catalog, moves: MoveBook, room: RoomMaker, pages_per_move: int
+    ) -> None:
+        self._catalog = catalog
+        self._moves = moves
+        self._room = room
+        self._pages_per_move = pages_per_move
+
+    def start(self, cold: PageIds) -> None:
+        """Starts chains for `cold` pages, for which DEVICE has room; pages from DISK pass through
+        HOST if it has room, so that the next hit is nearer."""
+        on_host = self._catalog.ready_on(Tier.HOST, cold)
+        for batch in batches(cold[on_host], self._pages_per_move):
+            self._moves.start(batch, Tier.HOST, (Tier.DEVICE,))
+        for batch in batches(cold[~on_host], self._pages_per_move):
+            self._moves.start(batch, Tier.DISK, self._chain_up(batch))
+
+    def give_up(self, lease: Lease, others: Iterable[Lease]) -> list[Settled]:
+        """Takes back what only `lease` waited for and no worker has begun."""
+        if not lease.awaited.size:
+            return []
+        wanted = np.concatenate([_NO_PAGES, *(other.awaited for other in others)])
+        settled = []
+        for move in self._moves.loads():
+            mine = np.isin(move.pages, lease.awaited).any()
+            if mine and not np.isin(move.pages, wanted).any():
+                settled.append(self._moves.cancel(move))
+        return [one for one in settled if one is not None]
+
+    def _chain_up(self, batch: PageIds) -> tuple[Tier, ...]:
+        host = self._catalog.tiers.get(Tier.HOST)
+        if host is None or host.is_resident(batch).any():
+            return (Tier.DEVICE,)
+        if self._room.make(Tier.HOST, batch.size) is not Room.NOW:
+            return (Tier.DEVICE,)
+        return (Tier.HOST, Tier.DEVICE)

@@ -1,0 +1,52 @@
+"""Durable names of pages: computed when a page is written or asked for, then remembered."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiercache.catalog import Catalog
+from tiercache.keys import page_key, root_key
+from tiercache.tiers.disk_format import PageRecord
+from tiercache.tree import Tree
+from tiercache.types import NO_PAGE, PageIds
+
+
+class PageNames:
+    """Keys and index facts of pages that are in the tree."""
+
+    def __init__(self, tree: Tree, catalog: Catalog) -> None:
+        self._tree = tree
+        self._catalog = catalog
+
+    def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
+        """What DISK is to know about each of `pages`."""
+        return tuple(self._record(page) for page in pages.tolist())
+
+    def key_of(self, page: int) -> bytes:
+        """The key of one page. Those of its ancestors are computed with it, each once."""
+        key = self._catalog.key
+        chain: list[int] = []
+        link = page
+        while link != NO_PAGE and not key[link].any():
+            chain.append(link)
+            link = int(self._catalog.parent[link])
+        above = self._tree.root_name(page)[0] if link == NO_PAGE else bytes(key[link])
+        for link in reversed(chain):
+            above = page_key(above, self._tree.page_at(link))
+            key[link] = np.frombuffer(above, np.uint8)
+        return bytes(key[page])
+
+    def _record(self, page: int) -> PageRecord:
+        namespace, generation = self._tree.root_name(page)
+        catalog = self._catalog
+        parent = int(catalog.parent[page])
+        return PageRecord(
+            key=self.key_of(page),
+            parent=root_key(namespace) if parent == NO_PAGE else self.key_of(parent),
+            namespace=namespace,
+            tokens=self._tree.page_at(page).astype("<i4", copy=False).tobytes(),
+            depth=int(catalog.depth[page]),
+            generation=generation,
+            last_use_seconds=float(catalog.last_use_seconds[page]),
+            hits=int(catalog.hits[page]),
+        )
