@@ -8,7 +8,7 @@ CONFIG ?= configs/cpu.yaml
 # Two spinning OpenMP teams on few cores starve each other and the copy workers.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help serve test check bench-prefix format clean install
+.PHONY: help serve test check bench-prefix bench-policies format clean install
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -37,6 +37,9 @@ test: check      ## everything that must pass before a change lands
 
 bench-prefix: install ## one long shared prefix: cold, on each tier, and under 32 clients (20 min)
 	$(BIN)/python -m benchmarks.bench_prefix
+
+bench-policies: install ## every policy on public traces, from the folder TRACES (20 min)
+	$(BIN)/python -m benchmarks.bench_policies $(TRACES)
 
 format: install  ## rewrite the sources in the house format
 	$(BIN)/ruff format .

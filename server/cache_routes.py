@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -53,6 +54,7 @@ async def stats(request: Request) -> dict[str, Any]:
         "open_leases": cache.open_leases,
         "open_moves": cache.open_moves,
         "tiers": [tier_body(tier) for tier in cache.tiers],
+        "hints": [asdict(one) for one in cache.hints],
         "requests": {
             "running": snapshot.requests_running,
             "waiting": snapshot.requests_waiting,

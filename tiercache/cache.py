@@ -293,7 +293,7 @@ class TierCache:
             parent = int(lease.pages[stored - 1]) if stored else NO_PAGE
             self.tree.extend(match, tokens[(stored - first) * self.page_tokens :], added)
             self.catalog.attach(added, parent, stored)
-            self.enter(lease.namespace, lease.generation, added)
+            self.introduce(lease.namespace, lease.generation, added)
             self.catalog.pin(added)
             self.catalog.commit(Tier.DEVICE, added)
         lease.inserted_pages = upto
@@ -469,7 +469,7 @@ class TierCache:
             self._forget(page)
             page = parent
 
-    def enter(self, namespace: bytes, generation: int, pages: PageIds) -> None:
+    def introduce(self, namespace: bytes, generation: int, pages: PageIds) -> None:
         """Tells the policies of a run of pages new in the tree, before their first touch."""
         if self.wishes.active or any(q.policy.remembers for q in self.queues.values()):
             above = self._name_of(int(self.catalog.parent[pages[0]]), namespace, generation)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tiercache.metrics import HintReport
+
 NO_LEAST = 0.6
 """Share of a tenant's `no` that must have come true for them to count."""
 
@@ -72,20 +74,6 @@ class Gate:
             and self.yes_share.ratio >= self.base_share.ratio + YES_ABOVE_BASE
         )
         return before != (self.no, self.yes)
-
-
-@dataclass(frozen=True, slots=True)
-class HintReport:
-    """One tenant's hints, for stats: shares 0–1 and whether the class counts."""
-
-    tenant: str
-    no_precision: float
-    no_outcomes: float
-    no_counts: bool
-    yes_precision: float
-    yes_outcomes: float
-    yes_counts: bool
-    base_rate: float
 
 
 class HintGates:

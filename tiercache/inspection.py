@@ -189,6 +189,7 @@ def snapshot(cache: TierCache) -> CacheSnapshot:
         tiers=tuple(_tier_snapshot(cache, tier) for tier in cache.settings.tiers),
         hit_ratios=cache.window.ratios(cache.clock.now_seconds()),
         counters=cache.counters.copy(),
+        hints=cache.wishes.gates.report(),
     )
 
 

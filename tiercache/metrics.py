@@ -174,6 +174,24 @@ class TierSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class HintReport:
+    """What became of one tenant's `will_return` hints; see `hints`.
+
+    `*_precision` is the share that came true, 0–1, of about `*_outcomes` recent ones, `*_counts`
+    whether eviction goes by them at present, `base_rate` the share of pages that returned anyhow.
+    """
+
+    tenant: str
+    no_precision: float
+    no_outcomes: float
+    no_counts: bool
+    yes_precision: float
+    yes_outcomes: float
+    yes_counts: bool
+    base_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSnapshot:
     """The cache at one moment: a copy, safe to read from any thread."""
 
@@ -188,6 +206,7 @@ class CacheSnapshot:
     tiers: tuple[TierSnapshot, ...]
     hit_ratios: Mapping[Tier, float]
     counters: CacheCounters
+    hints: tuple[HintReport, ...] = ()
 
     @property
     def hit_rate(self) -> float:

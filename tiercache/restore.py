@@ -101,7 +101,7 @@ def _run_from(first: PageRecord, children: dict[bytes, list[PageRecord]]) -> lis
 def _enter(cache: TierCache, ids: np.ndarray, parent: int, run: list[PageRecord]) -> None:
     catalog = cache.catalog
     catalog.attach(ids, parent, run[0].depth)
-    cache.enter(run[0].namespace, cache.generation, ids)
+    cache.introduce(run[0].namespace, cache.generation, ids)
     catalog.hits[ids] = [record.hits for record in run]
     catalog.last_use_seconds[ids] = [record.last_use_seconds for record in run]
     keys = np.frombuffer(b"".join(record.key for record in run), np.uint8)

@@ -90,10 +90,11 @@ class Wishes:
             serials.remove(announcement.serial)
             if not serials:
                 del self._wanting[name]
-        self._catalog.wanted[stored] = self._first_wanting(announcement.names[: stored.size])
+        names = self._catalog.name[stored].tolist()  # not the announced: a flush renames everything
+        self._catalog.wanted[stored] = self._first_wanting(names)
         self._rank(stored)
 
-    def _first_wanting(self, names: tuple[int, ...] | list[int]) -> list[int]:
+    def _first_wanting(self, names: list[int]) -> list[int]:
         return [self._wanting[name][0] if name in self._wanting else 0 for name in names]
 
     # Pages

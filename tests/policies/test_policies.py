@@ -116,6 +116,27 @@ def test_s3fifo_takes_a_page_that_comes_back_soon_straight_to_the_main_queue() -
     assert (scores[0] > scores[1:]).all(), "the small queue is over its share and leaves first"
 
 
+def test_s3fifo_does_not_count_pages_that_never_came_to_the_tier() -> None:
+    policy = make_policy("s3fifo", PolicySettings(20))
+    page = np.array([0], np.int32)
+    for name in range(50):  # touched on another tier, forgotten, its id used again
+        policy.enter(page, np.array([name], np.uint64))
+        policy.touch(page)
+        policy.forget(page)
+    main = np.array([1], np.int32)
+    policy.enter(main, np.array([60], np.uint64))
+    policy.touch(main)
+    policy.on_evict(main)
+    policy.enter(main, np.array([60], np.uint64))
+    policy.touch(main)
+    small = np.array([2], np.int32)
+    policy.enter(small, np.array([61], np.uint64))
+    policy.touch(small)
+    scores = policy.reconsider(np.array([1, 2], np.int32))
+    assert scores is not None
+    assert scores[0] < scores[1], "two small pages are within their share: the main queue gives"
+
+
 def test_gdsf_keeps_the_page_that_is_dearer_to_compute() -> None:
     deep = [f"d{i}" for i in range(400)]
     trace = trace_of(deep, "a", "b", deep)

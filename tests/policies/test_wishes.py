@@ -89,6 +89,19 @@ def test_a_withdrawn_request_protects_nothing_and_others_behind_it_still_do() ->
     assert rig.cache.wishes.queued == 0
 
 
+def test_an_announcement_from_before_a_flush_takes_nothing_from_those_after_it() -> None:
+    rig = rig_of(6)
+    store(rig, "ab")
+    before = rig.cache.announce(N, prompt("ab"))
+    rig.cache.flush()
+    rig.cache.announce(N, prompt("ab"))
+    store(rig, "ab")
+    rig.cache.withdraw(before)
+    for text in ("cd", "ef", "gh"):
+        store(rig, text)
+    assert stored(rig, "ab") == 2
+
+
 def test_a_queued_request_never_keeps_a_running_one_out() -> None:
     rig = rig_of(6)
     store(rig, "abcd")
@@ -119,6 +132,15 @@ def test_a_page_used_again_without_a_word_keeps_what_was_said_last() -> None:
     for text in ("cd", "ef", "gh"):
         store(rig, text)
     assert stored(rig, "ab") == 2
+
+
+def test_the_snapshot_shows_what_became_of_hints() -> None:
+    rig = rig_of(8)
+    lease = rig.acquire(prompt("ab"))
+    rig.compute(lease, 2)
+    rig.cache.mark(lease, 0, 2, WillReturn.NO, tenant="someone")
+    (report,) = rig.cache.snapshot().hints
+    assert (report.tenant, report.no_counts, report.no_outcomes) == ("someone", False, 0.0)
 
 
 def test_a_higher_priority_outlasts_and_a_lower_one_leaves_first() -> None:

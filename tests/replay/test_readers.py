@@ -75,7 +75,7 @@ def test_agent_requests_start_with_their_sessions(tmp_path: Path) -> None:
 def session(tool_tokens: int, first_id: int) -> dict[str, object]:
     ids = list(range(first_id, first_id + 20))
     request = {"t": 1.0, "in": 1290, "out": 5, "hash_ids": ids}
-    nested = {"type": "subagent", "t": 10.0, "requests": [request]}
+    nested = {"type": "subagent", "t": 10.0, "tool_tokens": 0, "requests": [request]}
     return {"block_size": 64, "tool_tokens": tool_tokens, "requests": [request, nested]}
 
 
@@ -91,7 +91,8 @@ def test_sessions_share_their_tools_alone_and_start_where_the_rules_say(tmp_path
         [s + 1 for s in starts] + [s + 11 for s in starts]
     )
     assert trace.reference_count == 6 * 2, "20 blocks are two whole groups of eight"
-    assert trace.unique_blocks == 1 + 2 + 2, "one shared group, one own of a and b, two of c"
+    own = 2 + 2 + 2
+    assert trace.unique_blocks == 1 + own, "one shared by a and b; sub-agents have other tools"
 
 
 def test_a_packed_tar_of_sessions_reads_like_the_folder(tmp_path: Path) -> None:

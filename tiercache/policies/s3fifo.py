@@ -47,6 +47,7 @@ class S3Fifo(Indifferent):
     def enter(self, pages: PageIds, names: np.ndarray) -> None:
         self._place, self._small = fitted(self._place, pages), fitted(self._small, pages)
         self._uses, self._name = fitted(self._uses, pages), fitted(self._name, pages)
+        self._small_count -= int(np.count_nonzero(self._small[pages]))  # of pages before them
         self._name[pages] = names
         self._place[pages] = 0
         self._small[pages] = False

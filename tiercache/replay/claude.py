@@ -5,7 +5,8 @@ What sessions share and when they start is not in the files and has to be assume
 - of the file names, sorted and shuffled by one generator seeded with 0, the first 240 are taken,
   and each of these sessions starts at the generator's next uniform second of a day;
 - blocks of 64 tokens are grouped eight to one, named by session and first id; partial groups drop;
-- the first `tool_tokens // 512` groups are those of every session with equally many tool tokens.
+- the first `tool_tokens // 512` groups are those of every session, or sub-agent, with equally many
+  tool tokens.
 """
 
 from __future__ import annotations
@@ -52,24 +53,31 @@ def _add_session(builder: TraceBuilder, session: Record, name: str, start: float
     if not block_tokens or GROUP_TOKENS % block_tokens:
         raise session.problem("block_size", f"should divide {GROUP_TOKENS}, not {block_tokens}")
     per_group = GROUP_TOKENS // block_tokens
-    tool_tokens = session.count("tool_tokens")
-    shared = [("tools", tool_tokens, at) for at in range(tool_tokens // GROUP_TOKENS)]
     requests = list(_requests(session, 0.0))  # before any is added: a session counts whole
-    for seconds, ids, prompt_tokens, output_tokens in requests:
+    for seconds, tool_tokens, request in requests:
+        ids = request.ids("hash_ids")
         groups = len(ids) // per_group
-        names: list[Hashable] = [*shared[:groups]]
-        names += [(name, ids[at * per_group]) for at in range(len(names), groups)]
-        builder.add(start + seconds, names, prompt_tokens, output_tokens)
+        shared = min(tool_tokens // GROUP_TOKENS, groups)
+        names: list[Hashable] = [("tools", tool_tokens, at) for at in range(shared)]
+        names += [(name, ids[at * per_group]) for at in range(shared, groups)]
+        builder.add(start + seconds, names, request.count("in"), request.count("out"))
 
 
-def _requests(owner: Record, since: float) -> Iterator[tuple[float, list[int], int, int]]:
-    """Requests of a session and of its sub-agents, whose times count from their own start."""
+def _requests(owner: Record, since: float) -> Iterator[tuple[float, int, Record]]:
+    """Requests of a session and of its sub-agents, with their time and their owner's tool tokens.
+
+    Times of a sub-agent count from its own start. Every field is checked.
+    """
+    tool_tokens = owner.count("tool_tokens")
     for request in owner.records("requests"):
         seconds = since + request.number("t")
         if request.values.get("type") == "subagent":
             yield from _requests(request, seconds)
         else:
-            yield seconds, request.ids("hash_ids"), request.count("in"), request.count("out")
+            for name in ("in", "out"):
+                request.count(name)
+            request.ids("hash_ids")
+            yield seconds, tool_tokens, request
 
 
 def _names(path: Path) -> list[str]:

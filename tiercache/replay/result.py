@@ -16,6 +16,8 @@ from tiercache.types import Tier
 WARM_FROM = 0.1
 """Share of the references after which the second of the two hit rates counts."""
 
+LEAST_GAP_PERCENT = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
@@ -74,9 +76,12 @@ class ReplayResult:
 
 
 def gap_recovered(hit_percent: float, lru_percent: float, optimum_percent: float) -> float | None:
-    """`(h − LRU) / (OPT − LRU)`: 0 for LRU, 1 for the optimum; None when those two are equal."""
+    """`(h − LRU) / (OPT − LRU)`: 0 for LRU, 1 for the optimum.
+
+    None where there is nothing to recover: less than a tenth of a point between the two.
+    """
     gap = optimum_percent - lru_percent
-    return (hit_percent - lru_percent) / gap if gap > 1e-9 else None
+    return (hit_percent - lru_percent) / gap if gap >= LEAST_GAP_PERCENT else None
 
 
 def peak_memory_mib() -> float:
