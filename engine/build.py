@@ -25,6 +25,7 @@ from tiercache.tiers.disk import DiskStore, Durability
 from tiercache.tiers.disk_client import StoreProcess
 from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
+from tiercache.tiers.disk_pace import Pace
 from tiercache.tiers.memory import ArrayPool, HostPool
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers
@@ -32,8 +33,10 @@ from tiercache.types import PageLayout, Tier
 
 log = logging.getLogger("tiercache")
 
-_OTHER_LANES = 2
-"""Calls of the store that run beside its readers: one that writes, one that probes."""
+_OTHER_LANES = 3
+"""Calls of the store that run beside its readers: one that writes, probes, scrubs."""
+_AUTO_WRITE_RATE = 100 << 20
+"""Bytes a second that a step of the engine does not feel; see docs/disk.md."""
 _AUTO_WORKING_COPY_SHARE = 4
 """`auto` takes at most this fraction of the machine's memory: one in four."""
 
@@ -222,8 +225,15 @@ def _open_store(config: Config, layout: PageLayout, host: HostPool | None) -> Gu
         )
 
     store = GuardedStore(
-        open_store, BreakerSettings(disk.breaker.failures, disk.breaker.probe_seconds)
+        open_store,
+        BreakerSettings(disk.breaker.failures, disk.breaker.probe_seconds),
+        read_pace=Pace(None if disk.read_rate_limit == "auto" else disk.read_rate_limit),
+        write_pace=Pace(
+            _AUTO_WRITE_RATE if disk.write_rate_limit == "auto" else disk.write_rate_limit
+        ),
     )
+    if disk.scrub_rate_limit:
+        store.scrub(disk.scrub_rate_limit, layout.page_bytes)
     for note in store.open_notes:
         log.warning("%s", note)
     return store

@@ -236,6 +236,16 @@ class DiskTierConfig(_TierConfig):
     high_watermark: float = Field(default=0.95, gt=0, le=1, description=_HIGH)
     low_watermark: float = Field(default=0.90, gt=0, le=1, description=_LOW)
     reader_threads: int = Field(default=2, ge=1, le=64, description="Threads that read pages.")
+    write_rate_limit: SizeOrAuto = Field(
+        default="auto", description="Most bytes written in a second; auto is 100MiB."
+    )
+    read_rate_limit: SizeOrAuto = Field(
+        default="auto", description="Most bytes read in a second; auto sets no limit."
+    )
+    scrub_rate_limit: SizeBytes = Field(
+        default=8 * MIB,
+        description="Bytes a second at which stored pages are checked in the background; 0 is off.",
+    )
     io: Literal["process", "threads"] = Field(
         default="process",
         description="Where the store lives: a process of its own, or threads of the server.",

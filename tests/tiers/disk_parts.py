@@ -91,6 +91,17 @@ def raw_keys(path: Path) -> set[bytes]:
         return set(txn.cursor().iternext(values=False))
 
 
+def flip_open(path: Path, record: PageRecord) -> None:
+    """Bit rot in the middle of one payload, in place, while the store is open."""
+    file = path / "pages" / "data.mdb"
+    at = file.read_bytes().index(stamp(record.key).tobytes()) + PAGE_BYTES // 2
+    with file.open("r+b") as raw:
+        raw.seek(at)
+        (byte,) = raw.read(1)
+        raw.seek(at)
+        raw.write(bytes([byte ^ 0x10]))
+
+
 def flip_a_byte_of(record: PageRecord, path: Path) -> None:
     """Bit rot in the middle of one payload on the medium."""
     file = path / "pages" / "data.mdb"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -289,6 +289,12 @@ class DiskStore:
             if not self._may_grow_by(1):
                 raise TierFull(f"disk store: {self.path} has less free space than its floor")
 
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keys of pages that are stored and fail their checksum; changes nothing."""
+        buffer = np.empty(self.page_bytes, np.uint8)
+        with self._gate:
+            return [key for key in keys if self._is_bad(key, buffer)]
+
     def close(self) -> None:
         """Waits for callers inside, syncs, marks the store clean and frees the folder.
 
@@ -328,6 +334,21 @@ class DiskStore:
         if record.generation != self.generation:
             return WriteOutcome.OLD_GENERATION
         return new.get(record.key, WriteOutcome.WRITTEN)
+
+    def _is_bad(self, key: bytes, buffer: Bytes) -> bool:
+        """Looks twice, like `read_into`: between two look-ups a page may be deleted."""
+        for _ in range(_READ_ATTEMPTS):
+            try:
+                entry = self._maps.entry(key)
+            except PageCorrupt:
+                return True
+            if entry is None or entry.record.generation != self.generation:
+                return False
+            if entry.payload_bytes <= buffer.size and not self._maps.copy_payload(
+                entry, buffer[: entry.payload_bytes]
+            ):
+                return False
+        return True
 
     # From here on the caller is inside the gate and has its turn.
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,9 @@ class StoreProcess:
         """Answers within seconds, whatever the medium does: the engine itself waits here."""
         self._call_control("set_generation", generation, seconds=_ANSWER_SECONDS)
         self.generation = generation
+
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        return self._call("bad_among", list(keys))  # type: ignore[no-any-return]
 
     def used_bytes(self) -> int:
         return int(self._call("used_bytes"))

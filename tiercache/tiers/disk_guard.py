@@ -13,13 +13,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercache.errors import PageCorrupt, TierCacheError, TierError, TierFull, TierLost
 from tiercache.tiers.disk_breaker import Breaker
 from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
+from tiercache.tiers.disk_pace import Pace, Scrubber
 from tiercache.tiers.store import Pages, PageStore
 
 log = logging.getLogger("tiercache.disk")
@@ -51,6 +52,9 @@ class GuardedStore:
         self,
         open_store: Callable[[], PageStore],
         settings: BreakerSettings | None = None,
+        *,
+        read_pace: Pace | None = None,
+        write_pace: Pace | None = None,
         now_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the store at once, with whatever `open_store` raises, and again when it is lost."""
@@ -63,6 +67,10 @@ class GuardedStore:
         self.generation = self._store.generation
         self.reopenings = 0
         self._is_lost = False
+        self._read_pace = read_pace or Pace(None)
+        self._write_pace = write_pace or Pace(None)
+        self._scrubber: Scrubber | None = None
+        self._bad: list[bytes] = []
         self._closing = threading.Event()
         self._returned: frozenset[bytes] | None = None
         failures, stall_seconds = self._settings.failures, self._settings.probe_seconds
@@ -94,6 +102,19 @@ class GuardedStore:
             log.warning("the disk tier is in order again")
         return keys
 
+    def take_bad(self) -> list[bytes]:
+        bad, self._bad = self._bad, []
+        return bad
+
+    def scrub(self, bytes_per_second: float, page_bytes: int) -> None:
+        """Has everything that is stored read again and again, at this rate."""
+        self._scrubber = Scrubber(
+            self,
+            bytes_per_second=bytes_per_second,
+            page_bytes=page_bytes,
+            tell=lambda keys: self._bad.extend(keys),
+        )
+
     # The store
 
     def records(self) -> list[PageRecord]:
@@ -101,12 +122,14 @@ class GuardedStore:
             return self._store.records()
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
+        self._read_pace.take(sum(row.size for _, row in wanted))
         with self._through(self._reads) as passage:
             outcomes = self._store.read_pages(wanted)
             passage.is_proof = ReadOutcome.READ in outcomes
             return outcomes
 
     def write(self, batch: Pages) -> list[WriteOutcome]:
+        self._write_pace.take(sum(row.size for _, row in batch))
         with self._through(self._writes) as passage:
             outcomes = self._store.write(batch)
             passage.is_proof = WriteOutcome.WRITTEN in outcomes
@@ -130,6 +153,10 @@ class GuardedStore:
         with self._through(self._writes):
             self._store.set_generation(generation)
 
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        with self._through(self._reads):
+            return self._store.bad_among(keys)
+
     def used_bytes(self) -> int:
         return self._store.used_bytes()
 
@@ -140,6 +167,8 @@ class GuardedStore:
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._scrubber is not None:
+            self._scrubber.close()
         self._watcher.join(timeout=self._settings.probe_seconds)
         if not self._is_lost and self._store.generation < self.generation:
             with contextlib.suppress(TierError):

@@ -44,6 +44,7 @@ class StoreServer:
             "records": store.records,
             "used_bytes": store.used_bytes,
             "probe": store.probe,
+            "bad_among": store.bad_among,
             "close": store.close,
         }
 

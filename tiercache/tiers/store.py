@@ -53,6 +53,9 @@ class PageStore(Protocol):
     def set_generation(self, generation: int) -> None:
         """Begins a generation; on the medium before it returns."""
 
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keys of pages that are stored and fail their checksum; changes nothing."""
+
     def used_bytes(self) -> int:
         """What the store occupies now, all overhead included."""
 
@@ -80,6 +83,9 @@ class StoreHealth(Protocol):
         From this call on it is used again.
         """
 
+    def take_bad(self) -> list[bytes]:
+        """Keys of pages that were found to have gone bad since it was last asked."""
+
 
 class AlwaysWell:
     """The health of a store that nobody watches."""
@@ -89,3 +95,6 @@ class AlwaysWell:
 
     def take_return(self) -> frozenset[bytes] | None:
         return None
+
+    def take_bad(self) -> list[bytes]:
+        return []
