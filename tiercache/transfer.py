@@ -11,9 +11,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -157,6 +158,12 @@ class Carrier:
         rows = self._pools[tier].rows
         return [(r, rows[slot]) for r, slot in zip(move.records, slots.tolist(), strict=True)]
 
+    def carry_erases(self, erases: Sequence[Erase]) -> list[Completion]:
+        """Several erases as one: what costs is the commit, not the key."""
+        together = Erase(0, EMPTY_SLOTS, tuple(key for erase in erases for key in erase.keys))
+        done = self.carry(together)
+        return [Completion(erase, done.outcomes, done.seconds, done.error) for erase in erases]
+
     def _erase(self, erase: Erase) -> tuple[PageOutcome, ...]:
         assert self._store is not None
         self._store.delete(erase.keys)
@@ -208,10 +215,12 @@ class ThreadedTransfers:
             threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
             for name, jobs in [
                 ("tiercache-copy", self._copies),
-                ("tiercache-write", self._writes),
                 *((f"tiercache-read-{i}", self._reads) for i in range(reader_threads)),
             ]
         ]
+        self._threads.append(
+            threading.Thread(target=self._write_in_order, name="tiercache-write", daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
@@ -240,10 +249,37 @@ class ThreadedTransfers:
         for thread in self._threads:
             thread.join()
 
+    def _write_in_order(self) -> None:
+        """The writer's jobs in order; erases that wait one behind the other are done as one."""
+        while True:
+            jobs = _all_waiting(self._writes)
+            for kind, some in groupby(jobs, type):
+                if kind is Erase:
+                    erases = [job for job in some if isinstance(job, Erase)]
+                    for completion in self._carrier.carry_erases(erases):
+                        self._done.put(completion)
+                    self._wake()
+                    continue
+                for job in some:
+                    if job is None:
+                        return
+                    self._done.put(self._carrier.carry(job))
+                    self._wake()
+
     def _work(self, jobs: queue.SimpleQueue[Job | None]) -> None:
         while (job := jobs.get()) is not None:
             self._done.put(self._carrier.carry(job))
             self._wake()
+
+
+def _all_waiting(jobs: queue.SimpleQueue[Job | None]) -> list[Job | None]:
+    """Waits for a job, then takes all there are."""
+    taken = [jobs.get()]
+    while True:
+        try:
+            taken.append(jobs.get_nowait())
+        except queue.Empty:
+            return taken
 
 
 def batches(pages: PageIds, pages_per_batch: int) -> list[PageIds]:

@@ -7,6 +7,9 @@ and at worst payloads without an entry, which the next start sweeps away.
     write    payloads commit ─→ entries commit        delete   entries commit ─→ payloads commit
     read     entry (identity, checksum) ─→ payload, copied out, then verified whole
 
+A commit waits for the medium, so payloads whose entries are gone are deleted in the transaction
+that stores the next ones, and their room is used from the one after that.
+
 Readers run beside one another and beside the writer; whatever changes the store takes its turn.
 """
 
@@ -304,6 +307,7 @@ class DiskStore:
         if not self._gate.shut():
             return
         try:
+            self._delete_orphans()
             self._maps.sync()
         except TierError:
             self._maps.close()
@@ -391,7 +395,11 @@ class DiskStore:
         if lacking > 0 and self._may_hold_old_generations:
             lacking -= self._drop_old_generations(max(lacking, CHUNK_PAGES))
         fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
+        wanted_leaves = sum(run_leaves(entry.payload_bytes) for entry, _ in fitting)
         left = self._room.payload_leaves - self._maps.payload_leaves()
+        if left < wanted_leaves and self._orphans:
+            self._delete_orphans()
+            left = self._room.payload_leaves - self._maps.payload_leaves()
         for index, (entry, _) in enumerate(fitting):
             left -= run_leaves(entry.payload_bytes)
             if left < 0:
@@ -411,9 +419,8 @@ class DiskStore:
         if not self._may_grow_by(len(pages)):
             return WriteOutcome.NO_SPACE
         keys = {entry.record.key for entry, _ in pages}
-        self._orphans |= keys
         try:
-            self._maps.put_payloads([(entry.record.key, payload) for entry, payload in pages])
+            self._put_payloads([(entry.record.key, payload) for entry, payload in pages])
             self._maps.put_entries([entry for entry, _ in pages])
         except TierError as error:
             with contextlib.suppress(TierError):
@@ -424,12 +431,29 @@ class DiskStore:
         self._orphans -= keys
         return WriteOutcome.WRITTEN
 
+    def _put_payloads(self, payloads: list[tuple[bytes, Bytes]]) -> None:
+        """Until their entries are committed the new payloads are orphans too."""
+        new = {key for key, _ in payloads}
+        stale = self._orphans - new
+        self._orphans |= new
+        try:
+            self._maps.put_payloads(payloads, drop=stale)
+        except TierFull as error:
+            if not stale or is_no_space(error):
+                raise
+            self._maps.delete_payloads(stale)
+            self._maps.put_payloads(payloads)
+        self._orphans -= stale
+
     def _delete(self, keys: list[bytes]) -> None:
         self._maps.delete_entries(keys)
         self._orphans.update(keys)
-        self._delete_orphans()
+        if len(self._orphans) > CHUNK_PAGES:
+            self._delete_orphans()
 
     def _delete_orphans(self) -> None:
+        if not self._orphans:
+            return
         self._maps.delete_payloads(self._orphans)
         self._orphans.clear()
 

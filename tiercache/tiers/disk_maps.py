@@ -219,8 +219,14 @@ class DiskMaps:
         with translated("listing payloads"), self._pages.begin() as txn:
             return set(txn.cursor().iternext(values=False))
 
-    def put_payloads(self, payloads: Iterable[tuple[bytes, Bytes]]) -> None:
+    def put_payloads(
+        self, payloads: Collection[tuple[bytes, Bytes]], drop: Collection[bytes] = ()
+    ) -> None:
+        """Deletes the payloads of `drop` and stores new ones, in one transaction."""
+
         def change(txn: Transaction) -> None:
+            for key in drop:
+                txn.delete(key)
             for key, payload in payloads:
                 txn.put(key, payload)
 
