@@ -262,6 +262,8 @@ def _close(
     left = sum(len(queue) for queue in cache.writes.values())
     if left:
         log.warning("%d pages were not written to slower tiers before the stop", left)
+    if store is not None:
+        store.abandon()
     transfers.close()
     cache.tick()
     if store is not None:

@@ -189,6 +189,9 @@ def _outcome_count(job: Job) -> int:
     return 1 if isinstance(job, Erase) else int(job.pages.size)
 
 
+_END_SECONDS = 60.0
+
+
 def writes_disk(job: Job) -> bool:
     """Whether the job changes the store; such jobs keep their order."""
     return isinstance(job, Erase) or job.target is Tier.DISK
@@ -241,13 +244,13 @@ class ThreadedTransfers:
                 return done
 
     def close(self) -> None:
-        """Finishes what was submitted, then ends the workers."""
+        """Finishes what was submitted, then ends the workers. One that hangs is left behind."""
         for jobs in (self._copies, self._writes):
             jobs.put(None)
         for _ in range(len(self._threads) - 2):
             self._reads.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(_END_SECONDS)
 
     def _write_in_order(self) -> None:
         """The writer's jobs in order; erases that wait one behind the other are done as one."""

@@ -223,6 +223,19 @@ def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(guarded: Guarde
     assert read_all(guarded, records) == len(records)
 
 
+def test_a_store_that_never_answers_again_is_given_up_and_started_anew(
+    guarded: GuardedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.tiers.disk_guard._PATIENCE_SECONDS", 0.2)
+    records = chain(5)
+    assert set(guarded.write(with_payloads(records))) == {WRITTEN}
+    os.kill(pid_of(guarded), signal.SIGSTOP)
+    with pytest.raises(TierLost, match="SIGKILL"):
+        guarded.write(with_payloads(chain(3, seed=1)))
+    assert came_back_with(guarded) >= {record.key for record in records}
+    assert guarded.reopenings == 1
+
+
 def test_pages_pass_between_processes_wherever_they_lie(path: Path) -> None:
     host = HostPool(40, PAGE_BYTES)
     pages = with_payloads(chain(30))

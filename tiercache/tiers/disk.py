@@ -298,6 +298,9 @@ class DiskStore:
         with self._gate:
             return [key for key in keys if self._is_bad(key, buffer)]
 
+    def abandon(self) -> None:
+        """Nothing can be done about a call on a thread of this process."""
+
     def close(self) -> None:
         """Waits for callers inside, syncs, marks the store clean and frees the folder.
 

@@ -132,7 +132,12 @@ class StoreProcess:
         return int(self._call("used_bytes"))
 
     def probe(self) -> None:
-        self._call("probe")
+        """Ends the process where it has no answer within half a minute."""
+        with self._lane() as lane:
+            self._ask(lane.connection, "probe", (), _END_SECONDS)
+
+    def abandon(self) -> None:
+        self._process.kill()
 
     def close(self) -> None:
         """The store is clean when this returns, unless its process was gone or has to be ended."""

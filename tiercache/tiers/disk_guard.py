@@ -25,6 +25,8 @@ from tiercache.tiers.store import Pages, PageStore
 
 log = logging.getLogger("tiercache.disk")
 
+_PATIENCE_SECONDS = 30.0
+"""How long a write may go without an answer before its process is ended."""
 NO_SPACE = "the file system has no room, or less than tiers.disk.free_space_floor"
 
 
@@ -163,6 +165,11 @@ class GuardedStore:
     def probe(self) -> None:
         self._store.probe()
 
+    def abandon(self) -> None:
+        """Before a stop: nobody waits any more for a store that does not answer."""
+        if self.reads_trouble or self.writes_trouble:
+            self._store.abandon()
+
     def close(self) -> None:
         if self._closing.is_set():
             return
@@ -200,12 +207,16 @@ class GuardedStore:
         self._writes.open(fault)
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._settings.probe_seconds):
+        probe_seconds, waited_seconds = self._settings.probe_seconds, 0.0
+        while not self._closing.wait(probe_seconds):
             out_of_order = self.reads_trouble or self.writes_trouble
             if out_of_order and self._returned is None:
                 self._writes.open(out_of_order)  # nothing may change while it is looked at
                 if self._writes.is_empty:
+                    waited_seconds = 0.0
                     self._try_again(out_of_order)
+                elif (waited_seconds := waited_seconds + probe_seconds) > _PATIENCE_SECONDS:
+                    self._store.abandon()
 
     def _try_again(self, fault: str) -> None:
         log.warning("the disk tier is out of order: %s", fault)

@@ -62,6 +62,9 @@ class PageStore(Protocol):
     def probe(self) -> None:
         """Writes and reads a little. Raises what stands in the way of doing so."""
 
+    def abandon(self) -> None:
+        """Ends calls that have no answer, where that can be done: they fail, all later ones too."""
+
     def close(self) -> None:
         """Waits for callers inside and leaves the store clean. A second call does nothing."""
 
