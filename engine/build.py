@@ -19,6 +19,7 @@ from tiercache.cache import MOVE_BYTES, CacheSettings, TierCache, TierLimits
 from tiercache.clock import SystemClock
 from tiercache.config import Config
 from tiercache.errors import ConfigError, TierError
+from tiercache.metrics import DropReason
 from tiercache.restore import remember, restore
 from tiercache.sizes import format_size
 from tiercache.tiers.disk import DiskStore, Durability
@@ -93,7 +94,12 @@ def _join(
     )
     clock = SystemClock()
     cache = TierCache(
-        CacheSettings(layout, limits, enabled=config.cache.enabled),
+        CacheSettings(
+            layout,
+            limits,
+            enabled=config.cache.enabled,
+            write_policy=config.cache.write_policy,
+        ),
         transfers,
         store=store,
         disk_health=store,
@@ -255,12 +261,15 @@ def _close(
     """Writes down what is still waiting, for at most `write_seconds`, and closes everything."""
     clock = cache.clock
     deadline = clock.now_seconds() + write_seconds
+    if cache.settings.write_policy == "write_back":
+        cache.want_on_disk()
     while not cache.idle and clock.now_seconds() < deadline:
         wake.clear()
         if not cache.tick():
             wake.wait(0.05)
     left = sum(len(queue) for queue in cache.writes.values())
     if left:
+        cache.counters.dropped_writes[DropReason.SHUTDOWN] += left
         log.warning("%d pages were not written to slower tiers before the stop", left)
     if store is not None:
         store.abandon()

@@ -146,8 +146,10 @@ class CacheConfig(_Section):
     enabled: bool = Field(default=True, description="false computes every prompt in full.")
     page_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens in one page of KV.")
     policy: PolicyName = Field(default="lru", description="Eviction order of tiers that name none.")
-    write_policy: Literal["write_through"] = Field(
-        default="write_through", description="When pages are copied to slower tiers."
+    write_policy: Literal["write_through", "write_back"] = Field(
+        default="write_through",
+        description="When pages are copied to slower tiers: write_through soon after they are"
+        " computed, write_back when they have to leave a faster one, or at a stop.",
     )
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="Deadlines of loading.")
 

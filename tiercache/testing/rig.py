@@ -38,6 +38,7 @@ class CacheRig:
         store: PageStore | None = None,
         disk_health: StoreHealth | None = None,
         move_pages: int = 4,
+        write_policy: str = "write_through",
     ) -> None:
         self.layout = PageLayout(1, 1, 8, page_tokens, "bfloat16")
         page_bytes = self.layout.page_bytes
@@ -56,6 +57,7 @@ class CacheRig:
                     for tier, capacity in capacity_pages.items()
                 },
                 move_bytes=move_pages * page_bytes,
+                write_policy=write_policy,
             ),
             self.transfers,
             store=store,
