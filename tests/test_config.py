@@ -124,7 +124,7 @@ def test_a_key_without_meaning_yet_is_unknown_like_any_other(name: str) -> None:
         ("cache.page_tokens", "16"),
         ("cache.page_tokens", 16.5),
         ("cache.policy", "arc"),
-        ("cache.write_policy", "write_back"),
+        ("cache.write_policy", "write_never"),
         ("cache.prefetch.join_deadline_seconds", 0),
         ("tiers.device.capacity", 0),
         ("tiers.disk.path", ""),
