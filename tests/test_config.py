@@ -105,7 +105,7 @@ def test_an_unknown_key_is_refused_with_its_full_name_and_the_nearest_one(
 
 
 @pytest.mark.parametrize(
-    "name", ["tenants", "record", "tiers.disk.codec", "cache.ghost_pages", "tiers.shared"]
+    "name", ["tenants", "record", "tiers.disk.shards", "cache.ghost_pages", "tiers.shared"]
 )
 def test_a_key_without_meaning_yet_is_unknown_like_any_other(name: str) -> None:
     assert only_problem(nested(name, {})).startswith(f"{name}: unknown key; ")
