@@ -27,7 +27,7 @@ from tiercache.tiers.disk_client import StoreProcess
 from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
 from tiercache.tiers.disk_pace import Pace
-from tiercache.tiers.memory import ArrayPool, HostPool
+from tiercache.tiers.memory import ArrayPool, HostPool, Populator, anonymous_block
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers
 from tiercache.types import PageLayout, Tier
@@ -88,6 +88,10 @@ def _join(
     if host is not None:
         pools[Tier.HOST] = host
 
+    context_bytes = model.max_context_tokens * layout.token_bytes
+    populator = Populator(
+        [working_copies.block[:context_bytes], *(pools[tier].rows for tier in sorted(pools))]
+    )
     wake = threading.Event()
     transfers = ThreadedTransfers(
         Carrier(pools, store), reader_threads=config.tiers.disk.reader_threads, wake=wake.set
@@ -120,11 +124,13 @@ def _join(
             prefill_chunk_tokens=config.engine.prefill_chunk_tokens,
             fetch_deadline_seconds=config.cache.prefetch.fetch_deadline_seconds,
             join_deadline_seconds=config.cache.prefetch.join_deadline_seconds,
+            queue_budget_fraction=config.cache.prefetch.queue_budget_fraction,
         ),
         clock,
     )
 
     def close() -> None:
+        populator.stop()
         _close(cache, transfers, pools, store, wake, config.server.shutdown_write_seconds)
 
     device_tokens = limits[Tier.DEVICE].capacity_pages * layout.page_tokens
@@ -246,8 +252,11 @@ def _open_store(config: Config, layout: PageLayout, host: HostPool | None) -> Gu
 
 
 def _device_pool(capacity_pages: int, layout: PageLayout) -> torch.Tensor:
+    block = torch.from_numpy(
+        anonymous_block(capacity_pages * layout.page_bytes, "tiers.device.capacity")
+    )
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    return torch.empty((capacity_pages, *layout.shape), dtype=dtype)
+    return block.view(dtype).view(capacity_pages, *layout.shape)
 
 
 def _close(

@@ -35,7 +35,6 @@ class ModelRunner:
         self._loaded = loaded
         config = loaded.model.config
         self._groups = int(config.num_attention_heads) // loaded.layout_fields["kv_heads"]
-        self._dtype: torch.dtype = getattr(torch, loaded.layout_fields["dtype"])
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -79,7 +78,7 @@ class ModelRunner:
                 start=start,
                 position=segment.position,
                 tokens=count,
-                mask=causal_mask(count, segment.position, self._groups, self._dtype),
+                mask=causal_mask(count, segment.position, self._groups),
                 wait_layer=segment.wait_layer,
             )
             start += count

@@ -14,6 +14,8 @@ class Work:
 
     active: Active
     tokens: int
+    was_decode: bool
+    """Whether this was a token of the answer, when the step was planned."""
 
     @property
     def reaches_end(self) -> bool:
@@ -21,17 +23,37 @@ class Work:
         return self.active.computed_tokens + self.tokens == self.active.token_count
 
 
+MOST_FORWARD_SECONDS = 5.0
+"""A request is overtaken only by requests that came at most this much later, so nobody starves."""
+
+
+def admission_order(
+    waiting: Sequence[Active], resident_tokens: Sequence[int], seconds_per_token: float
+) -> list[Active]:
+    """Who is to be admitted first: by arrival, moved forward by what the cache saves.
+
+    `resident_tokens[i]` are the prompt tokens of `waiting[i]` that are stored;
+    `seconds_per_token` is what computing one of them would take. Ties keep their order.
+    """
+    ranks = [
+        active.submitted_seconds - min(tokens * seconds_per_token, MOST_FORWARD_SECONDS)
+        for active, tokens in zip(waiting, resident_tokens, strict=True)
+    ]
+    order = sorted(range(len(waiting)), key=ranks.__getitem__)
+    return [waiting[index] for index in order]
+
+
 def plan_step(running: Sequence[Active], chunk_tokens: int) -> list[Work]:
     """Every decoding request gets its one token; prompts share `chunk_tokens`, oldest first.
 
     Decodes come on top of the budget: a running answer never waits for somebody's prompt.
     """
-    work = [Work(active, 1) for active in running if active.is_decoding]
+    work = [Work(active, 1, was_decode=True) for active in running if active.is_decoding]
     budget = chunk_tokens
     for active in running:
         if active.is_decoding or budget <= 0:
             continue
         tokens = min(budget, active.token_count - active.computed_tokens)
         budget -= tokens
-        work.append(Work(active, tokens))
+        work.append(Work(active, tokens, was_decode=False))
     return work

@@ -10,6 +10,7 @@ go back, and there is no other place.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -31,16 +32,23 @@ from engine.models import LoadedModel
 from engine.request import Active, State
 from engine.runner import ModelRunner, Segment
 from engine.sampling import sample
-from engine.scheduler import Work, plan_step
+from engine.scheduler import MOST_FORWARD_SECONDS, Work, admission_order, plan_step
 from engine.text import StopMatcher, new_detokenizer
 from engine.working_copy import WorkingCopyPool
 from tiercache.cache import TierCache
 from tiercache.clock import Clock
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.metrics import Histogram
+from tiercache.prefetch import Prefetcher
 from tiercache.types import MissReason, PageLayout, Tier
 
 log = logging.getLogger("tiercache.engine")
+
+_LOOK_AHEAD_REQUESTS = 32
+"""Queued requests that are looked at in a turn, oldest first."""
+
+_MOST_PASSED_BY = 4
+"""Requests without room after which no further one is tried in the same turn."""
 
 _MOST_REFETCHES = 2
 """Failed loads after which a request computes for itself."""
@@ -55,6 +63,7 @@ class TurnSettings:
     prefill_chunk_tokens: int
     fetch_deadline_seconds: float
     join_deadline_seconds: float
+    queue_budget_fraction: float
 
 
 class Turns:
@@ -78,6 +87,8 @@ class Turns:
         self._layout = layout
         self._settings = settings
         self._clock = clock
+        self._prefetcher = Prefetcher(cache, settings.queue_budget_fraction)
+        self._prefill_seconds_per_token = 0.0
         self._waiting: deque[Active] = deque()
         self._admitted: list[Active] = []  # FETCHING or RUNNING, oldest first
         self._outbox: list[tuple[EventSink, Event]] = []
@@ -159,23 +170,53 @@ class Turns:
     # Admission
 
     def _admit(self) -> None:
-        """First come, first served, but nobody is held up by one who waits for a leader."""
-        for active in list(self._waiting):
+        """Starts who can start, and reads ahead for those who cannot yet.
+
+        Nobody is held up by one who waits for a leader or for pages. One who lacks room is passed
+        by, unless that has lasted so long that the next room is to be his.
+        """
+        held_back: list[Active] = []
+        for active in self._in_order():
             if len(self._admitted) >= self._settings.max_running_requests:
-                return
-            if self._follows(active):
+                held_back.append(active)
+            elif self._follows(active) or self._waits_for_pages(active):
                 continue
-            if not self._start(active):
-                return
+            elif not self._start(active):
+                held_back.append(active)
+                if self._has_waited_long(active) or len(held_back) >= _MOST_PASSED_BY:
+                    break
+        for active in held_back:
+            self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
+
+    def _in_order(self) -> list[Active]:
+        """The head of the queue in the order of admission."""
+        head = list(itertools.islice(self._waiting, _LOOK_AHEAD_REQUESTS))
+        if len(head) < 2:
+            return head
+        resident = [self._cache.stored_tokens(one.namespace, one.tokens) for one in head]
+        return admission_order(head, resident, self._prefill_seconds_per_token)
+
+    def _waits_for_pages(self, active: Active) -> bool:
+        """Whether pages are being read for this queued request, within its patience."""
+        if not self._prefetcher.is_under_way(active.request.request_id):
+            return False
+        if active.waiting_since_seconds is None:
+            active.waiting_since_seconds = self._clock.now_seconds()
+        return not self._is_out_of_patience(active)
+
+    def _has_waited_long(self, active: Active) -> bool:
+        return self._clock.now_seconds() - active.submitted_seconds > MOST_FORWARD_SECONDS
 
     def _follows(self, active: Active) -> bool:
         """Whether another request is computing what this one needs, within its patience."""
         if active.give_up is MissReason.BEING_COMPUTED:
             return False
         if active.follow is None or not self._cache.is_worth_waiting(active.follow):
+            had_leader = active.follow is not None
             active.follow = self._cache.follow(active.namespace, active.tokens)
             if active.follow is None:
-                active.waiting_since_seconds = None
+                if had_leader:
+                    active.waiting_since_seconds = None
                 return False
             if active.waiting_since_seconds is None:
                 active.waiting_since_seconds = self._clock.now_seconds()
@@ -200,6 +241,7 @@ class Turns:
             self._working_copies.release(working_copy)
             return False
         self._waiting.remove(active)
+        self._prefetcher.started(active.request.request_id)
         now = self._clock.now_seconds()
         if active.generated_tokens == 0 and active.refetches == 0:
             self.counters.queue_seconds.observe(now - active.submitted_seconds)
@@ -294,7 +336,17 @@ class Turns:
             )
             for active, token in zip(sampled, tokens, strict=True):
                 self._take_token(active, token)
-        self.counters.step_seconds.observe(self._clock.now_seconds() - started)
+        seconds = self._clock.now_seconds() - started
+        self.counters.step_seconds.observe(seconds)
+        self._note_speed(work, seconds)
+
+    def _note_speed(self, work: Sequence[Work], seconds: float) -> None:
+        """Keeps a running mean of what a prompt token costs, over steps that are mostly prompt."""
+        prompt_tokens = sum(item.tokens for item in work if not item.was_decode)
+        if prompt_tokens > len(work):
+            cost = seconds / prompt_tokens
+            before = self._prefill_seconds_per_token or cost
+            self._prefill_seconds_per_token = 0.8 * before + 0.2 * cost
 
     def _segment(self, item: Work) -> Segment:
         active = item.active
@@ -313,7 +365,7 @@ class Turns:
         lease, working_copy = active.lease, active.working_copy
         assert lease is not None
         assert working_copy is not None
-        if not active.is_decoding:
+        if not item.was_decode:
             self.counters.prefill_tokens += item.tokens
             if active.booked is not None:
                 self.counters.recomputed_tokens += item.tokens
@@ -377,6 +429,7 @@ class Turns:
     def _finish(self, active: Active, reason: FinishReason, message: str = "") -> None:
         if active.state is State.WAITING:
             self._waiting.remove(active)
+            self._prefetcher.left(active.request.request_id)
         else:
             self._admitted.remove(active)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not active.matcher.stopped:

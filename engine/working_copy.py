@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention import KEY_BLOCK_TOKENS, round_up
+from tiercache.tiers.memory import anonymous_block
 from tiercache.types import PageLayout, Slots
 
 
@@ -93,7 +94,11 @@ class WorkingCopyPool:
         self._layout = layout
         shape = (layout.layers, 2, layout.kv_heads, self.capacity_tokens, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        self._kv = torch.zeros(shape, dtype=dtype).transpose(2, 3)
+        self.block = anonymous_block(
+            self.capacity_tokens * layout.token_bytes, "engine.working_copy_capacity"
+        )
+        """The memory behind all ranges, uint8; whoever wants may bring it in ahead of use."""
+        self._kv = torch.from_numpy(self.block).view(dtype).view(shape).transpose(2, 3)
         self._free: dict[int, int] = {0: self.capacity_tokens}  # start → tokens, in order of start
         self._held: dict[int, WorkingCopy] = {}
 

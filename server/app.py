@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from server import cache_routes, openai_routes, service_routes
 from server.context import Served
@@ -24,6 +24,7 @@ def create_app(engine: ServedEngine, config: Config) -> FastAPI:
     app.state.served = Served(engine, config, OpenRequests(engine), int(time.time()))
     app.state.metrics = CollectorRegistry()
     app.state.metrics.register(EngineCollector(engine.snapshot, version(), commit()))
+    ProcessCollector(registry=app.state.metrics)
     app.add_middleware(Gate, server=config.server)
     install_error_handlers(app)
     for routes in (openai_routes, cache_routes, service_routes):

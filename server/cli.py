@@ -5,6 +5,7 @@ What takes seconds to import (torch, transformers) is imported by `serve` alone.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,6 +79,8 @@ def serve(
     """Load the model, open the tiers and answer requests until stopped."""
     settings = _with_address(_load(config), host, port)
     listener = bind(settings.server)
+    # Read when torch is loaded: compute threads that spin between products starve copy workers.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from engine.build import build_engine
     from server.serve import serve_until_stopped

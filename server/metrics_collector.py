@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.api import EngineSnapshot
-from tiercache.metrics import DropReason, Histogram, TierSnapshot
+from tiercache.metrics import DropReason, Histogram, PrefetchOutcome, TierSnapshot
 from tiercache.types import MissReason, Tier
 
 Labels = tuple[str, ...]
@@ -198,6 +198,12 @@ METRICS: tuple[Row, ...] = (
         "Pages that were not written to a slower tier, by reason.",
         ("reason",),
         lambda s: {(why.value,): s.cache.counters.dropped_writes[why] for why in DropReason},
+    ),
+    Row(
+        "tiercache_prefetch_pages_total",
+        "Pages read ahead for queued requests, by what they were good for.",
+        ("outcome",),
+        lambda s: {(end.value,): s.cache.counters.prefetch_pages[end] for end in PrefetchOutcome},
     ),
     Row(
         "tiercache_ttft_seconds",

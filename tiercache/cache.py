@@ -300,6 +300,12 @@ class TierCache:
 
     # Questions and orders; see `inspection`
 
+    def stored_tokens(self, namespace: bytes, tokens: Tokens) -> int:
+        """Length of the stored prefix, wherever its pages are. A quick estimate; pages without any
+        copy count too."""
+        match = self.tree.match(namespace, self.generation, tokens)
+        return int(match.pages.size) * self.page_tokens if match else 0
+
     def lookup(self, namespace: bytes, tokens: Tokens) -> inspection.Lookup:
         return inspection.lookup(self, namespace, tokens)
 

@@ -138,6 +138,12 @@ class PrefetchConfig(_Section):
         le=3600,
         description="Longest wait in seconds for pages another request computes.",
     )
+    queue_budget_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Share of HOST, 0 to 1, that pages read for queued requests may take.",
+    )
 
 
 class CacheConfig(_Section):

@@ -48,6 +48,19 @@ class DropReason(StrEnum):
     SHUTDOWN = "shutdown"
 
 
+class PrefetchOutcome(StrEnum):
+    """What a prefetched page was good for."""
+
+    USED = "used"
+    """It was on HOST when its request started."""
+    LATE = "late"
+    """It was still on its way, or had gone again."""
+    UNUSED = "unused"
+    """Its request left without starting."""
+    OVER_BUDGET = "over_budget"
+    """It was wanted, and not begun for lack of budget or room."""
+
+
 class Histogram:
     """Counts per bucket; `counts[i]` holds values ≤ `bounds[i]`, the last cell all larger ones."""
 
@@ -84,6 +97,7 @@ class CacheCounters:
     evicted_pages: Counter[tuple[Tier, EvictOutcome]] = field(default_factory=Counter)
     dropped_writes: Counter[DropReason] = field(default_factory=Counter)
     tier_errors: Counter[tuple[Tier, str]] = field(default_factory=Counter)
+    prefetch_pages: Counter[PrefetchOutcome] = field(default_factory=Counter)
     adopted_pages: int = 0
     move_seconds: dict[tuple[Tier, Tier], Histogram] = field(default_factory=dict)
 
@@ -97,6 +111,7 @@ class CacheCounters:
             evicted_pages=self.evicted_pages.copy(),
             dropped_writes=self.dropped_writes.copy(),
             tier_errors=self.tier_errors.copy(),
+            prefetch_pages=self.prefetch_pages.copy(),
             adopted_pages=self.adopted_pages,
             move_seconds={lane: times.copy() for lane, times in self.move_seconds.items()},
         )

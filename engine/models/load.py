@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.attention import ATTENTION
 from engine.models import bundled
 from engine.models.hashing import files_digest
+from engine.models.packed import pack_linears
 from engine.models.progress import Report, reporter
 from engine.models.support import causal_class, require_pageable
 from tiercache.errors import ConfigError
@@ -63,6 +64,7 @@ def load_model(
     dtype: str = "auto",
     cache_dir: Path | None = None,
     max_context_tokens: int | None = None,
+    pack_weights: bool = True,
     progress: Progress | Report | None = None,
 ) -> LoadedModel:
     """Loads the model that `model.source` names.
@@ -73,6 +75,7 @@ def load_model(
     cache_dir: where conversions and remembered hashes live; default `~/.cache/tiercache`, or under
         `XDG_CACHE_HOME`.
     max_context_tokens: a limit below the model's own; None keeps the model's.
+    pack_weights: lay the weights of bfloat16 linear layers out for decoding, see `packed`.
     progress: a rich progress display, or a callable that gets (activity, fraction done).
 
     Raises ConfigError for anything that cannot be served, before weights are read.
@@ -88,6 +91,8 @@ def load_model(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     identity = _identity(folder, weights, torch_dtype, cache / "hashes", report)
     model = _load_weights(config, folder, torch_dtype, report)
+    if pack_weights:
+        pack_linears(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

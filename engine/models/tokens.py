@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from engine.models.load import LoadedModel
 from tiercache.types import Tokens
+
+_STAND_IN = "\ue07c"
+"""Stands where a message's own text goes while the template is rendered: a private-use character,
+which a message that has it could not smuggle past the split, since its text is not in there."""
 
 
 class ChatTemplateError(ValueError):
@@ -29,17 +36,52 @@ def encode_text(loaded: LoadedModel, text: str, *, add_special_tokens: bool = Tr
 def render_chat(loaded: LoadedModel, messages: list[dict[str, Any]]) -> Tokens:
     """The prompt of a conversation up to where the assistant speaks next. int32.
 
-    Raises ChatTemplateError when the template refuses the messages.
+    Markers such as an end of turn come from the template alone: where a message spells one out, it
+    is encoded as the text it is. Raises ChatTemplateError when the template refuses the messages.
     """
+    contents = [str(message.get("content", "")) for message in messages]
+    controls = _control_strings(loaded)
+    if not any(control in content for content in contents for control in controls):
+        return encode_text(loaded, _render(loaded, messages), add_special_tokens=False)
+    standing_in = [
+        {**message, "content": f"{_STAND_IN}{index}{_STAND_IN}"}
+        for index, message in enumerate(messages)
+    ]
+    pieces = _render(loaded, standing_in).split(_STAND_IN)
+    ids: list[int] = []
+    for place, piece in enumerate(pieces):  # by turns the template's own text and a message's index
+        if place % 2:
+            ids += _text_only(loaded.tokenizer).encode(contents[int(piece)]).ids
+        else:
+            ids += encode_text(loaded, piece, add_special_tokens=False).tolist()
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _render(loaded: LoadedModel, messages: list[dict[str, Any]]) -> str:
     if loaded.tokenizer.chat_template is None:
         raise ChatTemplateError(f"model {loaded.name} has no chat template; use text completions")
     try:
-        text = loaded.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+        return str(
+            loaded.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         )
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise ChatTemplateError(f"messages do not fit the chat template: {error}") from error
-    return encode_text(loaded, text, add_special_tokens=False)
+
+
+def _control_strings(loaded: LoadedModel) -> list[str]:
+    added = loaded.tokenizer.added_tokens_decoder.values()
+    return [token.content for token in added if token.special]
+
+
+@functools.cache
+def _text_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """A twin of the tokenizer that knows no control tokens: whatever it is given is text."""
+    twin = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    twin.encode_special_tokens = True
+    twin.post_processor = None
+    return twin
 
 
 def decode(loaded: LoadedModel, token_ids: Sequence[int] | Tokens) -> str:

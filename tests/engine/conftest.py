@@ -123,6 +123,15 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def merge(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Lays `changes` over `config`, section by section at any depth."""
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(config.get(name), dict):
+            merge(config[name], value)
+        else:
+            config[name] = value
+
+
 MakeRig = Callable[..., Rig]
 
 
@@ -157,8 +166,7 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
             "cache": {"page_tokens": page_tokens},
             "engine": {"prefill_chunk_tokens": chunk, "working_copy_capacity": "64MiB"},
         }
-        for name, section in sections.items():
-            config[name] = {**config.get(name, {}), **section}
+        merge(config, sections)
         engine = build_engine(parse_config(config), model_cache_dir=tmp_path / "models")
         engines.append(engine)
         engine.start()

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from engine.api import FinishReason, RequestError
+from engine.runner import ModelRunner, Segment
 from engine.sampling import SamplingParams
+from engine.working_copy import WorkingCopyPool
 from tests.engine.conftest import MakeRig, Rig, prompt
 from tiercache.types import MissReason, SlotState, Tier
 
@@ -58,16 +60,47 @@ def test_tokens_are_the_same_cold_and_from_every_tier(
     again.assert_nothing_is_held()
 
 
-def test_in_float32_the_first_token_is_the_same_from_every_tier(make_rig: MakeRig) -> None:
-    tokens = prompt(3, 200)
+NEAR_TIE = 1e-3
+"""In float32 the library rounds by shape: answers may part where two logits are this close."""
+
+
+def first_near_tie(rig: Rig, tokens: np.ndarray, answer: tuple[int, ...]) -> int:
+    """Index of the first generated token that was chosen over another within `NEAR_TIE`."""
+    model = rig.engine.model
+    runner = ModelRunner(model)
+    copy = WorkingCopyPool(model.page_layout(16), 1024).acquire(tokens.size + len(answer))
+    assert copy is not None
+    sequence = np.concatenate((tokens, np.array(answer, np.int32)))
+    position = 0
+    for index in range(len(answer)):
+        stop = tokens.size + index
+        logits = runner.forward([Segment(copy, sequence[position:stop], position, True)])
+        best, second = logits[0].topk(2).values.tolist()
+        if best - second < NEAR_TIE:
+            return index
+        position = stop
+    return len(answer)
+
+
+def test_in_float32_tokens_are_the_same_from_every_tier_up_to_a_near_tie(
+    make_rig: MakeRig,
+) -> None:
     model = {"dtype": "float32"}
     off = make_rig(cache={"enabled": False}, model=model)
-    expected = off.answer(tokens, max_tokens=1).token_ids
-    rig = make_rig(device=8192, host=8192, model=model)
-    assert rig.answer(tokens, max_tokens=1).token_ids == expected
-    assert rig.answer(tokens, max_tokens=1).token_ids == expected
-    rig.evict(Tier.DEVICE)
-    assert rig.answer(tokens, max_tokens=1).token_ids == expected
+    rig = make_rig(device=8192, host=8192, model=model, chunk=64)
+    compared = 0
+    for seed in range(8):
+        tokens = prompt(seed, 200)
+        expected = off.answer(tokens, max_tokens=16).token_ids
+        sure = first_near_tie(off, tokens, expected)
+        compared += sure
+        cold = rig.answer(tokens, max_tokens=16).token_ids
+        on_device = rig.answer(tokens, max_tokens=16).token_ids
+        rig.evict(Tier.DEVICE)
+        on_host = rig.answer(tokens, max_tokens=16).token_ids
+        for got in (cold, on_device, on_host):
+            assert got[:sure] == expected[:sure]
+    assert compared > 100, "ties are rare, so nearly everything was compared"
 
 
 def test_pages_come_back_from_every_tier_bit_for_bit(make_rig: MakeRig) -> None:

@@ -33,6 +33,7 @@ from tiercache.metrics import (
     EvictOutcome,
     Histogram,
     MoveOutcome,
+    PrefetchOutcome,
     TierSnapshot,
 )
 from tiercache.types import MissReason, SlotState, Tier, Tokens
@@ -189,6 +190,7 @@ def engine_snapshot(tiers: tuple[TierSnapshot, ...]) -> EngineSnapshot:
         moved_bytes=Counter({(Tier.DISK, Tier.HOST, MoveOutcome.DONE): 4096}),
         evicted_pages=Counter({(Tier.DEVICE, EvictOutcome.LOST): 5}),
         dropped_writes=Counter({DropReason.NO_ROOM: 6}),
+        prefetch_pages=Counter({PrefetchOutcome.USED: 7}),
         tier_errors=Counter({(Tier.DISK, "io"): 7}),
         move_seconds={(Tier.HOST, Tier.DEVICE): seconds},
     )

@@ -167,7 +167,8 @@ class GuardedStore:
 
     def abandon(self) -> None:
         """Before a stop: nobody waits any more for a store that does not answer."""
-        if self.reads_trouble or self.writes_trouble:
+        is_busy = not (self._reads.is_empty and self._writes.is_empty)
+        if is_busy and (self.reads_trouble or self.writes_trouble):
             self._store.abandon()
 
     def close(self) -> None:

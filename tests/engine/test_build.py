@@ -1,0 +1,88 @@
+"""What cannot work is refused when the engine is built, by the name of its setting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.build import build_engine
+from tests.engine.conftest import MakeRig, prompt
+from tiercache.config import parse_config
+from tiercache.errors import ConfigError
+
+
+def config(folder: Path, tiny: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "model": {"source": str(tiny)},
+        "tiers": {
+            "device": {"capacity": "1MiB"},
+            "host": {"capacity": "1MiB"},
+            "disk": {"capacity": "16MiB", "path": str(folder / "store"), "free_space_floor": 0},
+            **sections.pop("tiers", {}),
+        },
+        "engine": {"working_copy_capacity": "64MiB"},
+        **sections,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"tiers": {"device": {"capacity": "10KiB"}}}, "tiers.device.capacity"),
+        ({"tiers": {"host": {"capacity": "1KiB"}}}, "tiers.host.capacity"),
+        ({"tiers": {"disk": {"capacity": "20KiB"}}}, "tiers.disk.capacity"),
+        ({"tiers": {"disk": {"capacity": "16MiB", "path": "/proc/nowhere"}}}, "tiers.disk.path"),
+        ({"engine": {"working_copy_capacity": "256KiB"}}, "engine.working_copy_capacity"),
+        ({"model": {"source": "/no/such/model"}}, "model.source"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(
+    tiny_folder: Path, tmp_path: Path, sections: dict[str, Any], named: str
+) -> None:
+    broken = parse_config(config(tmp_path, tiny_folder, **sections))
+    with pytest.raises(ConfigError, match=named):
+        build_engine(broken, model_cache_dir=tmp_path / "models")
+
+
+def test_a_refused_start_leaves_the_store_free(tiny_folder: Path, tmp_path: Path) -> None:
+    broken = parse_config(config(tmp_path, tiny_folder, tiers={"host": {"capacity": "1KiB"}}))
+    with pytest.raises(ConfigError):
+        build_engine(broken, model_cache_dir=tmp_path / "models")
+    engine = build_engine(
+        parse_config(config(tmp_path, tiny_folder)), model_cache_dir=tmp_path / "models"
+    )
+    engine.stop(0)
+
+
+def test_a_second_process_on_the_same_disk_path_is_refused_and_the_first_goes_on(
+    make_rig: MakeRig, tiny_folder: Path, tmp_path: Path
+) -> None:
+    rig = make_rig(disk=100_000)
+    rig.answer(prompt(1))
+    second = tmp_path / "second.py"
+    second.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from engine.build import build_engine\n"
+        "from tiercache.config import parse_config\n"
+        f"config = parse_config({config(tmp_path, tiny_folder)!r})\n"
+        "try:\n"
+        f"    build_engine(config, model_cache_dir=Path({str(tmp_path / 'models')!r}))\n"
+        "except Exception as error:\n"
+        "    sys.exit(f'{type(error).__name__}: {error}')\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(second)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"},
+    )
+    assert "ConfigError: tiers.disk.path" in done.stderr, done.stderr
+    assert rig.answer(prompt(1)).usage.cached_tokens == 96
+    rig.assert_nothing_is_held()

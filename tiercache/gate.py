@@ -1,0 +1,129 @@
+"""Load or recompute: how much of a stored prefix arrives sooner than it can be computed.
+
+Two things are measured as they happen: what a page costs to load from each tier, and what a prompt
+token costs to compute, as a line over its context length (attention reads everything before it).
+For a prompt, every cut of its stored prefix is weighed: pages before the cut are loaded, tokens
+behind it computed. Loading stops where that sum is smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.types import Tier
+
+_WEIGHT_OF_NEW = 0.2
+"""Share of the newest observation in a running mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to load, and what was expected of it. Seconds are 0 where nothing was known yet.
+
+    `pages` is how many pages of the prefix to use; `load_seconds` and `compute_seconds` are the
+    estimates for that cut, `load_all_seconds` and `compute_all_seconds` those for the extremes.
+    """
+
+    pages: int
+    load_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    load_all_seconds: float = 0.0
+    compute_all_seconds: float = 0.0
+
+
+class PrefillCost:
+    """Seconds per prompt token over context length: a line, fitted with fading memory."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of weight, context, seconds, context², context × seconds
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._sums[0] > 0)
+
+    def saw(self, position: int, tokens: int, seconds: float) -> None:
+        """A chunk of `tokens` tokens that began at `position` took `seconds`."""
+        context, cost = position + tokens / 2, seconds / tokens
+        seen = np.array([1.0, context, cost, context * context, context * cost])
+        self._sums = (1 - _WEIGHT_OF_NEW) * self._sums + seen
+
+    def seconds(self, start: npt.NDArray[np.float64], stop: float) -> npt.NDArray[np.float64]:
+        """Estimated time for the tokens `[start, stop)`, for each start."""
+        base, slope = self._line()
+        estimate: npt.NDArray[np.float64] = base * (stop - start) + slope / 2 * (
+            stop * stop - start * start
+        )
+        return estimate
+
+    def _line(self) -> tuple[float, float]:
+        """Cost at context 0 and its growth per token; neither is negative."""
+        weight, context, cost, square, product = self._sums.tolist()
+        spread = square - context * context / weight
+        slope = 0.0
+        if spread > 1.0:
+            slope = max(0.0, (product - context * cost / weight) / spread)
+        base = (cost - slope * context) / weight
+        return (base, slope) if base > 0 else (0.0, max(0.0, product / square))
+
+
+class LoadGate:
+    """Measures loads and prefills, and decides. Engine thread only."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._page_seconds: dict[Tier, float] = {}
+        self.prefill = PrefillCost()
+
+    def saw_load(self, source: Tier, pages: int, seconds: float) -> None:
+        """A move of `pages` pages from `source` took `seconds` once it had begun."""
+        cost = seconds / pages
+        before = self._page_seconds.get(source, cost)
+        self._page_seconds[source] = (1 - _WEIGHT_OF_NEW) * before + _WEIGHT_OF_NEW * cost
+
+    def page_seconds(self, source: Tier) -> float | None:
+        """What a page from `source` costs at present; None before the first load."""
+        return self._page_seconds.get(source)
+
+    def decide(
+        self,
+        sources: npt.NDArray[np.int8],
+        prompt_tokens: int,
+        queued_pages: Mapping[Tier, int] | None = None,
+    ) -> Decision:
+        """Where to stop loading a prefix whose pages come from `sources` (tier values, int8).
+
+        `queued_pages` are pages that other loads from a tier have to go before. A tier never
+        loaded from counts as fast: it is measured by using it.
+        """
+        pages = int(sources.size)
+        if not self.prefill.is_known or not (sources != int(Tier.DEVICE)).any():
+            return Decision(pages)
+        load = self._load_seconds(sources, queued_pages or {})
+        cuts = np.arange(pages + 1, dtype=np.float64)
+        compute = self.prefill.seconds(cuts * self._page_tokens, float(prompt_tokens))
+        total = load + compute
+        best = pages - int(np.argmin(total[::-1]))  # among equals, the one that loads most
+        return Decision(
+            pages=best,
+            load_seconds=float(load[best]),
+            compute_seconds=float(compute[best]),
+            load_all_seconds=float(total[pages]),
+            compute_all_seconds=float(total[0]),
+        )
+
+    def _load_seconds(
+        self, sources: npt.NDArray[np.int8], queued_pages: Mapping[Tier, int]
+    ) -> npt.NDArray[np.float64]:
+        """Time until the first k pages have arrived, for k from 0; tiers load side by side."""
+        slowest = np.zeros(sources.size + 1)
+        for tier, cost in self._page_seconds.items():
+            mine = sources == int(tier)
+            counted = np.concatenate(([0], np.cumsum(mine)))
+            ahead = queued_pages.get(tier, 0)
+            arrival = np.where(counted > 0, (counted + ahead) * cost, 0.0)
+            slowest = np.maximum(slowest, arrival)
+        return slowest
