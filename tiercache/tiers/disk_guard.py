@@ -36,7 +36,8 @@ class BreakerSettings:
 
     failures: int = 5
     probe_seconds: float = 10.0
-    """Also how long a call may take before those behind it are turned away."""
+    stall_seconds: float = 10.0
+    """How long a call may take before those behind it are turned away."""
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class GuardedStore:
         self._bad: list[bytes] = []
         self._closing = threading.Event()
         self._returned: frozenset[bytes] | None = None
-        failures, stall_seconds = self._settings.failures, self._settings.probe_seconds
+        failures, stall_seconds = self._settings.failures, self._settings.stall_seconds
         self._reads = Breaker("reads", failures, stall_seconds)
         self._writes = Breaker("writes", failures, stall_seconds)
         self._watcher = threading.Thread(target=self._watch, name="tiercache-disk", daemon=True)
