@@ -1,4 +1,7 @@
-"""`tiercache disk ls | verify | compact | clear`: a store looked at and tidied from outside."""
+"""`tiercache disk ls | verify | compact | clear`: a store looked at and tidied from outside.
+
+LMDB is loaded by the commands themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from rich.table import Table
 
 from tiercache.config import Config, load_config
 from tiercache.sizes import describe_size, parse_size
-from tiercache.tiers import disk_admin
 
 EXIT_DAMAGED = 1
 _DAY_SECONDS = 86_400.0
@@ -30,6 +32,8 @@ StorePath = Annotated[Path | None, typer.Option("--path", help="The store, inste
 @disk_app.command("ls")
 def list_namespaces(config: ConfigPath = None, path: StorePath = None) -> None:
     """Show what the store holds, by namespace. Works beside a running server."""
+    from tiercache.tiers import disk_admin
+
     store = _store(config, path)
     summary = disk_admin.summarize(store)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -56,6 +60,8 @@ def list_namespaces(config: ConfigPath = None, path: StorePath = None) -> None:
 @disk_app.command()
 def verify(config: ConfigPath = None, path: StorePath = None) -> None:
     """Read every page and compare its checksum. Works beside a running server."""
+    from tiercache.tiers import disk_admin
+
     damage = disk_admin.verify(_store(config, path))
     for problem in damage.file_problems:
         print(problem)
@@ -83,6 +89,8 @@ def compact(
 
     With a configuration file, and without --capacity, the store is made to fit the file's capacity.
     """
+    from tiercache.tiers import disk_admin
+
     wanted_bytes = parse_size(capacity) if capacity else None
     if wanted_bytes is None and config is not None:
         wanted_bytes = load_config(config).tiers.disk.capacity
@@ -105,6 +113,8 @@ def clear(
     ] = False,
 ) -> None:
     """Drop pages. Not while a server has the store."""
+    from tiercache.tiers import disk_admin
+
     store = _store(config, path)
     if unread:
         disk_admin.clear_unread(store)
