@@ -191,9 +191,9 @@ def _mark_phases(store: DiskStore, phase: mmap.mmap, choice: random.Random) -> N
     maps = store._maps
     put_payloads, put_entries = maps.put_payloads, maps.put_entries
 
-    def marked_payloads(payloads: Any) -> None:
+    def marked_payloads(payloads: Any, drop: Any = ()) -> None:
         phase[0] = PAYLOADS
-        put_payloads(payloads)
+        put_payloads(payloads, drop)
         phase[0] = BETWEEN
         time.sleep(choice.random() * 0.001)
 

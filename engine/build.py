@@ -20,12 +20,14 @@ from tiercache.cache import MOVE_BYTES, CacheSettings, TierCache, TierLimits
 from tiercache.clock import SystemClock
 from tiercache.config import Config, DeviceTierConfig, DiskTierConfig, HostTierConfig
 from tiercache.errors import ConfigError, TierError
+from tiercache.metrics import DropReason
 from tiercache.restore import remember, restore
 from tiercache.sizes import format_size
 from tiercache.tiers.disk import DiskStore, Durability
 from tiercache.tiers.disk_client import StoreProcess
 from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
+from tiercache.tiers.disk_pace import Pace
 from tiercache.tiers.memory import ArrayPool, HostPool, Populator, anonymous_block
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers
@@ -33,8 +35,12 @@ from tiercache.types import PageLayout, Tier
 
 log = logging.getLogger("tiercache")
 
-_OTHER_LANES = 2
-"""Calls of the store that run beside its readers: one that writes, one that probes."""
+_OTHER_LANES = 3
+"""Calls of the store that run beside its readers: one that writes, probes, scrubs."""
+_LEAST_STALL_SECONDS = 1.0
+"""A healthy disk that is busy may take this long for a batch."""
+_AUTO_WRITE_RATE = 100 << 20
+"""Bytes a second that a step of the engine does not feel; see docs/disk.md."""
 _AUTO_WORKING_COPY_SHARE = 4
 """`auto` takes at most this fraction of the machine's memory: one in four."""
 
@@ -96,7 +102,11 @@ def _join(
     clock = SystemClock()
     cache = TierCache(
         CacheSettings(
-            layout, limits, enabled=config.cache.enabled, ghost_pages=config.cache.ghost_pages
+            layout,
+            limits,
+            enabled=config.cache.enabled,
+            write_policy=config.cache.write_policy,
+            ghost_pages=config.cache.ghost_pages,
         ),
         transfers,
         store=store,
@@ -198,7 +208,8 @@ def _limits_of(
         section.low_watermark,
         section.policy or config.cache.policy,
         AdmissionRule(slower.admission) if slower else AdmissionRule.ALL,
-        slower.write_rate_limit if slower else None,
+        # What HOST is not given in time it does without; what DISK is given is written at its pace.
+        section.write_rate_limit if isinstance(section, HostTierConfig) else None,
     )
 
 
@@ -234,8 +245,19 @@ def _open_store(config: Config, layout: PageLayout, host: HostPool | None) -> Gu
         )
 
     store = GuardedStore(
-        open_store, BreakerSettings(disk.breaker.failures, disk.breaker.probe_seconds)
+        open_store,
+        BreakerSettings(
+            disk.breaker.failures,
+            disk.breaker.probe_seconds,
+            stall_seconds=max(_LEAST_STALL_SECONDS, disk.breaker.probe_seconds),
+        ),
+        read_pace=Pace(None if disk.read_rate_limit == "auto" else disk.read_rate_limit),
+        write_pace=Pace(
+            _AUTO_WRITE_RATE if disk.write_rate_limit == "auto" else disk.write_rate_limit
+        ),
     )
+    if disk.scrub_rate_limit:
+        store.scrub(disk.scrub_rate_limit, layout.page_bytes)
     for note in store.open_notes:
         log.warning("%s", note)
     return store
@@ -266,6 +288,8 @@ def _close(
         _write_down(cache, wake, write_seconds)
     except Exception:
         log.exception("what waited to be written to slower tiers was not")
+    if store is not None:
+        store.abandon()
     transfers.close()
     if store is not None:
         _close_store(cache, store)
@@ -276,12 +300,15 @@ def _close(
 def _write_down(cache: TierCache, wake: threading.Event, write_seconds: float) -> None:
     clock = cache.clock
     deadline = clock.now_seconds() + write_seconds
+    if cache.settings.write_policy == "write_back":
+        cache.want_on_disk()
     while not cache.idle and clock.now_seconds() < deadline:
         wake.clear()
         if not cache.tick():
             wake.wait(0.05)
     left = sum(len(queue) for queue in cache.writes.values())
     if left:
+        cache.counters.dropped_writes[DropReason.SHUTDOWN] += left
         log.warning("%d pages were not written to slower tiers before the stop", left)
 
 

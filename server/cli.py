@@ -1,4 +1,4 @@
-"""The command line: `tiercache serve | config | stats | replay | simulate`.
+"""The command line: `tiercache serve | config | stats | disk | replay | simulate`.
 
 What takes seconds to import (torch, transformers) is imported by `serve` alone.
 """
@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from server.cli_disk import disk_app
 from server.listen import bind
 from server.version import commit, version
 from tiercache.config import Config, effective_yaml, load_config, parse_config
@@ -39,6 +40,9 @@ ConfigPath = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="YAML file; without one every setting has its default."),
 ]
+
+
+app.add_typer(disk_app, name="disk")
 
 
 def main() -> None:

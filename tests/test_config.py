@@ -104,7 +104,7 @@ def test_an_unknown_key_is_refused_with_its_full_name_and_the_nearest_one(
     assert only_problem(nested(name, 1)) == f"{name}: unknown key; did you mean {nearest}?"
 
 
-@pytest.mark.parametrize("name", ["tenants", "record", "tiers.shared"])
+@pytest.mark.parametrize("name", ["tenants", "record", "tiers.disk.shards", "tiers.shared"])
 def test_a_key_without_meaning_yet_is_unknown_like_any_other(name: str) -> None:
     assert only_problem(nested(name, {})).startswith(f"{name}: unknown key; ")
 
@@ -122,7 +122,7 @@ def test_a_key_without_meaning_yet_is_unknown_like_any_other(name: str) -> None:
         ("cache.page_tokens", "16"),
         ("cache.page_tokens", 16.5),
         ("cache.policy", "arc"),
-        ("cache.write_policy", "write_back"),
+        ("cache.write_policy", "write_never"),
         ("cache.prefetch.join_deadline_seconds", 0),
         ("tiers.device.capacity", 0),
         ("tiers.disk.path", ""),

@@ -76,6 +76,9 @@ class CacheSettings:
     layout: PageLayout
     tiers: Mapping[Tier, TierLimits]
     enabled: bool = True
+    write_policy: str = "write_through"
+    """`write_through` copies pages down soon after they are inserted, `write_back` when they have
+    to leave the tier they are on."""
     move_bytes: int = MOVE_BYTES
     open_writes: int = 4
     ghost_pages: int = 200_000
@@ -660,7 +663,19 @@ class TierCache:
         for queue in self.queues.values():
             queue.hint(pages)
 
+    def want_on_disk(self) -> None:
+        """Asks for a DISK copy of every page that has none, roots first: what `write_back` owes
+        before a stop. Costs a walk over the catalog.
+        """
+        pages = np.flatnonzero(self.catalog.live).astype(np.int32)
+        stored = pages[[self.tree.contains(page) for page in pages.tolist()]]
+        if Tier.DISK in self.writes and stored.size:
+            order = np.argsort(self.catalog.depth[stored], kind="stable")
+            self.writes[Tier.DISK].want(stored[order])
+
     def _want_writes(self, pages: PageIds) -> None:
+        if self.settings.write_policy == "write_back":
+            return
         for queue in self.writes.values():
             queue.want(pages)
 

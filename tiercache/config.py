@@ -162,8 +162,10 @@ class CacheConfig(_Section):
         le=2**28,
         description="Pages remembered by name after they have gone, per tier, by policies that do.",
     )
-    write_policy: Literal["write_through"] = Field(
-        default="write_through", description="When pages are copied to slower tiers."
+    write_policy: Literal["write_through", "write_back"] = Field(
+        default="write_through",
+        description="When pages are copied to slower tiers: write_through soon after they are"
+        " computed, write_back when they have to leave a faster one, or at a stop.",
     )
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="Deadlines of loading.")
 
@@ -191,18 +193,6 @@ class _SlowerTierConfig(_TierConfig):
         default="all",
         description="Which pages are written here: all, or those a second request has used.",
     )
-    write_rate_limit: SizeBytes | None = Field(
-        default=None, description="Most bytes a second written here; null for no limit."
-    )
-
-    @field_validator("write_rate_limit")
-    @classmethod
-    def _not_zero(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError(
-                "a limit of 0 would write nothing; switch the tier off with capacity 0"
-            )
-        return value
 
 
 _HIGH = "Share of the capacity, above 0 to 1, at which pages begin to be evicted."
@@ -232,6 +222,18 @@ class HostTierConfig(_SlowerTierConfig):
     )
     high_watermark: float = Field(default=0.95, gt=0, le=1, description=_HIGH)
     low_watermark: float = Field(default=0.90, gt=0, le=1, description=_LOW)
+    write_rate_limit: SizeBytes | None = Field(
+        default=None, description="Most bytes a second written here; null for no limit."
+    )
+
+    @field_validator("write_rate_limit")
+    @classmethod
+    def _not_zero(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError(
+                "a limit of 0 would write nothing; switch the tier off with capacity 0"
+            )
+        return value
 
 
 class BreakerConfig(_Section):
@@ -271,6 +273,16 @@ class DiskTierConfig(_SlowerTierConfig):
     high_watermark: float = Field(default=0.95, gt=0, le=1, description=_HIGH)
     low_watermark: float = Field(default=0.90, gt=0, le=1, description=_LOW)
     reader_threads: int = Field(default=2, ge=1, le=64, description="Threads that read pages.")
+    write_rate_limit: SizeOrAuto = Field(
+        default="auto", description="Most bytes written in a second; auto is 100MiB."
+    )
+    read_rate_limit: SizeOrAuto = Field(
+        default="auto", description="Most bytes read in a second; auto sets no limit."
+    )
+    scrub_rate_limit: SizeBytes = Field(
+        default=8 * MIB,
+        description="Bytes a second at which stored pages are checked in the background; 0 is off.",
+    )
     io: Literal["process", "threads"] = Field(
         default="process",
         description="Where the store lives: a process of its own, or threads of the server.",

@@ -22,6 +22,8 @@ def take(cache: TierCache) -> None:
 
     Costs about a microsecond a page on DISK when it has, nothing otherwise.
     """
+    if (bad := cache.disk_health.take_bad()) and not cache.disk_detached:
+        _drop_bad(cache, bad)
     stored = cache.disk_health.take_return()
     if stored is None or cache.disk_detached:
         return
@@ -34,6 +36,19 @@ def take(cache: TierCache) -> None:
     _drop(cache, [page for page in ready if key_of[page] not in stored])
     cache.moves.trouble.pop(Tier.DISK, None)
     cache.writes[Tier.DISK].forgive()
+
+
+def _drop_bad(cache: TierCache, keys: list[bytes]) -> None:
+    """What the scrubber found goes like any bad copy, and is written anew from what is above."""
+    column = cache.catalog.key
+    for key in keys:
+        same = (column == np.frombuffer(key, np.uint8)).all(axis=1)
+        for page in np.flatnonzero(same & cache.catalog.live).tolist():
+            cache.moves.drop_bad_copy(Tier.DISK, page)
+            if cache.catalog.copies(page):
+                cache.writes[Tier.DISK].want(np.array([page], np.int32))
+            else:
+                cache.forget_if_gone(page)
 
 
 def _drop(cache: TierCache, gone: list[int]) -> None:

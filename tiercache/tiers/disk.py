@@ -12,11 +12,9 @@ Readers run beside one another and beside the writer; whatever changes the store
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -33,18 +31,14 @@ from tiercache.tiers.disk_facts import (
     VerifyReport,
     WriteOutcome,
     chunks,
-    is_no_space,
 )
-from tiercache.tiers.disk_folder import PAGES
 from tiercache.tiers.disk_format import (
-    Entry,
     PageIdentity,
     PageRecord,
     is_same_page,
     misfit,
 )
 from tiercache.tiers.disk_gate import Gate
-from tiercache.tiers.disk_room import run_leaves
 from tiercache.tiers.store import Pages
 from tiercache.types import Bytes, PageLayout
 
@@ -75,22 +69,20 @@ class DiskStore:
 
     def __init__(self, parts: StoreParts) -> None:
         """For `open`, which brings these together."""
+        from tiercache.tiers.disk_writer import StoreWriter  # late: loads LMDB
+
         self.path = parts.folder.path
         self.capacity_pages = parts.room.capacity_pages
         """Pages that fit, through any number of turnovers, within the capacity in bytes."""
         self.open_notes = parts.notes
         """What an operator has to hear about how the store was found; empty when all is well."""
         self._folder = parts.folder
-        self._room = parts.room
         self._maps = parts.maps
         self._forms = parts.forms
         self._meta = parts.meta
-        self._floor_bytes = parts.free_space_floor_bytes
+        self._writer = StoreWriter(parts)
         self._gate = Gate()
         self._turn = threading.Lock()
-        self._may_hold_old_generations = False
-        self._orphans: set[bytes] = set()
-        """Payloads that no entry names any more, or yet; left over where a deletion failed."""
 
     @classmethod
     def open(
@@ -214,22 +206,14 @@ class DiskStore:
         for record, payload in batch:
             self._refuse_misfit(record, payload)
         with self._gate, self._turn:
-            current = [page for page in batch if page[0].generation == self.generation]
-            new = self._absent(current)
-            headless = self._headless(new)
-            wanted = self._forms.encode([page for key, page in new.items() if key not in headless])
-            fitting = self._fitting(wanted)
-            outcome = self._store(fitting)
-            refused = dict.fromkeys((entry.record.key for entry, _ in wanted), WriteOutcome.FULL)
-            refused |= dict.fromkeys((entry.record.key for entry, _ in fitting), outcome)
-            refused |= dict.fromkeys(headless, WriteOutcome.NO_PARENT)
-            return [self._outcome(record, refused) for record, _ in batch]
+            outcomes = self._writer.write(batch)
+            return [self._outcome(record, outcomes) for record, _ in batch]
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Forgets pages, then frees their room. Unknown keys are ignored."""
         for some in chunks(keys):
             with self._gate, self._turn:
-                self._delete(some)
+                self._writer.delete(some)
 
     def set_generation(self, generation: int) -> None:
         """Begins a generation. On the medium before it returns, at every durability.
@@ -242,13 +226,14 @@ class DiskStore:
                 raise ValueError(f"generation {generation} is before {self.generation}")
             meta = replace(self._meta, generation=generation)
             self._maps.put_meta(meta)
-            self._may_hold_old_generations |= generation > self.generation
+            self._writer.may_hold_old_generations |= generation > self.generation
+            self._writer.generation = generation
             self._meta = meta
 
     def drop_old_generations(self, limit_pages: int = CHUNK_PAGES) -> int:
         """Deletes up to `limit_pages` pages of older generations. Returns how many there were."""
         with self._gate, self._turn:
-            return self._drop_old_generations(limit_pages)
+            return self._writer.drop_old_generations(limit_pages)
 
     def touch(self, updates: Mapping[bytes, tuple[float, int]]) -> None:
         """Notes (last use in epoch seconds, hits) by key. Unknown keys are ignored."""
@@ -286,8 +271,17 @@ class DiskStore:
             self._maps.put_meta(self._meta)
             if self._maps.meta() != self._meta:
                 raise TierLost("disk store: what was written is not what is read")
-            if not self._may_grow_by(1):
+            if not self._writer.may_grow_by(1):
                 raise TierFull(f"disk store: {self.path} has less free space than its floor")
+
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keys of pages that are stored and fail their checksum; changes nothing."""
+        buffer = np.empty(self.page_bytes, np.uint8)
+        with self._gate:
+            return [key for key in keys if self._is_bad(key, buffer)]
+
+    def abandon(self) -> None:
+        """Nothing can be done about a call on a thread of this process."""
 
     def close(self) -> None:
         """Waits for callers inside, syncs, marks the store clean and frees the folder.
@@ -298,6 +292,7 @@ class DiskStore:
         if not self._gate.shut():
             return
         try:
+            self._writer.delete_orphans()
             self._maps.sync()
         except TierError:
             self._maps.close()
@@ -329,93 +324,17 @@ class DiskStore:
             return WriteOutcome.OLD_GENERATION
         return new.get(record.key, WriteOutcome.WRITTEN)
 
-    # From here on the caller is inside the gate and has its turn.
-
-    def _absent(self, pages: Pages) -> dict[bytes, tuple[PageRecord, Bytes]]:
-        """The pages that have to be stored, by key."""
-        return {page[0].key: page for page in pages if not self._is_there(page[0])}
-
-    def _headless(self, new: dict[bytes, tuple[PageRecord, Bytes]]) -> set[bytes]:
-        """Keys of those whose parent is neither stored nor comes before them."""
-        headed: set[bytes] = set()
-        for key, (record, _) in new.items():
-            if record.depth == 0 or record.parent in headed or self._is_stored(record.parent):
-                headed.add(key)
-        return new.keys() - headed
-
-    def _is_stored(self, key: bytes) -> bool:
-        try:
-            known = self._maps.entry(key)
-        except PageCorrupt:
-            return False
-        return known is not None and known.record.generation == self.generation
-
-    def _is_there(self, record: PageRecord) -> bool:
-        """Whether this very page can be read. An entry of another generation serves nobody, so its
-        payload may be replaced under it.
-        """
-        try:
-            known = self._maps.entry(record.key)
-        except PageCorrupt:
-            return False
-        return (
-            known is not None
-            and known.record.generation == self.generation
-            and is_same_page(known.record, record)
-        )
-
-    def _fitting(self, pages: list[tuple[Entry, Bytes]]) -> list[tuple[Entry, Bytes]]:
-        """The first of `pages`, as many as there is room for."""
-        lacking = self._maps.count() + len(pages) - self.capacity_pages
-        if lacking > 0 and self._may_hold_old_generations:
-            lacking -= self._drop_old_generations(max(lacking, CHUNK_PAGES))
-        fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
-        left = self._room.payload_leaves - self._maps.payload_leaves()
-        for index, (entry, _) in enumerate(fitting):
-            left -= run_leaves(entry.payload_bytes)
-            if left < 0:
-                return fitting[:index]
-        return fitting
-
-    def _may_grow_by(self, pages: int) -> bool:
-        """Whether the file system keeps its floor with this many pages more."""
-        wanted_bytes = self._room.pages_file_bytes(self._maps.count() + pages)
-        growth_bytes = wanted_bytes - self._folder.data_bytes(PAGES)
-        return growth_bytes <= 0 or self._folder.free_bytes() - growth_bytes >= self._floor_bytes
-
-    def _store(self, pages: list[tuple[Entry, Bytes]]) -> WriteOutcome:
-        """Commits payloads, then entries. WRITTEN, or why nothing was stored."""
-        if not pages:
-            return WriteOutcome.WRITTEN
-        if not self._may_grow_by(len(pages)):
-            return WriteOutcome.NO_SPACE
-        keys = {entry.record.key for entry, _ in pages}
-        self._orphans |= keys
-        try:
-            self._maps.put_payloads([(entry.record.key, payload) for entry, payload in pages])
-            self._maps.put_entries([entry for entry, _ in pages])
-        except TierError as error:
-            with contextlib.suppress(TierError):
-                self._delete_orphans()
-            if not isinstance(error, TierFull):
-                raise
-            return WriteOutcome.NO_SPACE if is_no_space(error) else WriteOutcome.FULL
-        self._orphans -= keys
-        return WriteOutcome.WRITTEN
-
-    def _delete(self, keys: list[bytes]) -> None:
-        self._maps.delete_entries(keys)
-        self._orphans.update(keys)
-        self._delete_orphans()
-
-    def _delete_orphans(self) -> None:
-        self._maps.delete_payloads(self._orphans)
-        self._orphans.clear()
-
-    def _drop_old_generations(self, limit_pages: int) -> int:
-        with contextlib.closing(self._maps.scan()) as found:
-            old = (k for k, e in found if e is None or e.record.generation != self.generation)
-            keys = list(islice(old, limit_pages))
-        self._delete(keys)
-        self._may_hold_old_generations = len(keys) == limit_pages
-        return len(keys)
+    def _is_bad(self, key: bytes, buffer: Bytes) -> bool:
+        """Looks twice, like `read_into`: between two look-ups a page may be deleted."""
+        for _ in range(_READ_ATTEMPTS):
+            try:
+                entry = self._maps.entry(key)
+            except PageCorrupt:
+                return True
+            if entry is None or entry.record.generation != self.generation:
+                return False
+            if entry.payload_bytes <= buffer.size and not self._maps.copy_payload(
+                entry, buffer[: entry.payload_bytes]
+            ):
+                return False
+        return True

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -125,11 +125,19 @@ class StoreProcess:
         self._call_control("set_generation", generation, seconds=_ANSWER_SECONDS)
         self.generation = generation
 
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        return self._call("bad_among", list(keys))  # type: ignore[no-any-return]
+
     def used_bytes(self) -> int:
         return int(self._call("used_bytes"))
 
     def probe(self) -> None:
-        self._call("probe")
+        """Ends the process where it has no answer within half a minute."""
+        with self._lane() as lane:
+            self._ask(lane.connection, "probe", (), _END_SECONDS)
+
+    def abandon(self) -> None:
+        self._process.kill()
 
     def close(self) -> None:
         """The store is clean when this returns, unless its process was gone or has to be ended."""

@@ -90,9 +90,18 @@ def translated(doing: str) -> Iterator[None]:
 
 
 def open_environment(
-    folder: Path, map_bytes: int, durability: Durability, named_databases: int = 0
+    folder: Path,
+    map_bytes: int,
+    durability: Durability,
+    named_databases: int = 0,
+    *,
+    read_only: bool = False,
 ) -> Environment:
-    """Opens or creates one environment. Raises a TierError family, or OSError."""
+    """Opens or creates one environment. Raises a TierError family, or OSError.
+
+    `map_bytes` 0 takes the size it was made with. With `read_only` nothing is created or changed
+    but a line in the table of readers; another process may have it open.
+    """
     with translated(f"opening {folder.name}/"):
         environment = lmdb.open(
             str(folder),
@@ -105,9 +114,12 @@ def open_environment(
             max_dbs=named_databases,
             max_spare_txns=8,
             lib_version=0,
+            readonly=read_only,
+            create=not read_only,
             **_FLAGS[durability],
         )
-        _cover(folder / "data.mdb", environment)
+        if not read_only:
+            _cover(folder / "data.mdb", environment)
     return environment
 
 
@@ -133,6 +145,7 @@ def commit(environment: Environment, change: Callable[[Transaction], None]) -> N
         try:
             return _commit_once(environment, change)
         except lmdb.MapFullError:
+            environment.reader_check()  # one that was killed while reading holds room for ever
             with contextlib.suppress(lmdb.MapFullError):
                 _commit_once(environment, _touch_nothing)
     return _commit_once(environment, change)
@@ -147,6 +160,19 @@ def _touch_nothing(transaction: Transaction) -> None:
     """Dirties the tree, so that the commit counts, and leaves it as it was."""
     transaction.put(_SCRATCH_KEY, b"")
     transaction.delete(_SCRATCH_KEY)
+
+
+def copy_compacted(environment: Environment, target: Path) -> None:
+    """Writes a copy without unused room into the new folder `target`, and syncs it."""
+    target.mkdir(mode=0o700)
+    with translated("compacting"):
+        environment.copy(str(target), compact=True)
+    for path in (target / "data.mdb", target):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def first_problem(folder: Path) -> str | None:

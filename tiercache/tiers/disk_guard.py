@@ -13,17 +13,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercache.errors import PageCorrupt, TierCacheError, TierError, TierFull, TierLost
 from tiercache.tiers.disk_breaker import Breaker
 from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
+from tiercache.tiers.disk_pace import Pace, Scrubber
 from tiercache.tiers.store import Pages, PageStore
 
 log = logging.getLogger("tiercache.disk")
 
+_PATIENCE_SECONDS = 30.0
+"""How long a write may go without an answer before its process is ended."""
 NO_SPACE = "the file system has no room, or less than tiers.disk.free_space_floor"
 
 
@@ -33,7 +36,8 @@ class BreakerSettings:
 
     failures: int = 5
     probe_seconds: float = 10.0
-    """Also how long a call may take before those behind it are turned away."""
+    stall_seconds: float = 10.0
+    """How long a call may take before those behind it are turned away."""
 
 
 @dataclass(slots=True)
@@ -51,6 +55,9 @@ class GuardedStore:
         self,
         open_store: Callable[[], PageStore],
         settings: BreakerSettings | None = None,
+        *,
+        read_pace: Pace | None = None,
+        write_pace: Pace | None = None,
         now_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the store at once, with whatever `open_store` raises, and again when it is lost."""
@@ -63,9 +70,13 @@ class GuardedStore:
         self.generation = self._store.generation
         self.reopenings = 0
         self._is_lost = False
+        self._read_pace = read_pace or Pace(None)
+        self._write_pace = write_pace or Pace(None)
+        self._scrubber: Scrubber | None = None
+        self._bad: list[bytes] = []
         self._closing = threading.Event()
         self._returned: frozenset[bytes] | None = None
-        failures, stall_seconds = self._settings.failures, self._settings.probe_seconds
+        failures, stall_seconds = self._settings.failures, self._settings.stall_seconds
         self._reads = Breaker("reads", failures, stall_seconds)
         self._writes = Breaker("writes", failures, stall_seconds)
         self._watcher = threading.Thread(target=self._watch, name="tiercache-disk", daemon=True)
@@ -94,6 +105,19 @@ class GuardedStore:
             log.warning("the disk tier is in order again")
         return keys
 
+    def take_bad(self) -> list[bytes]:
+        bad, self._bad = self._bad, []
+        return bad
+
+    def scrub(self, bytes_per_second: float, page_bytes: int) -> None:
+        """Has everything that is stored read again and again, at this rate."""
+        self._scrubber = Scrubber(
+            self,
+            bytes_per_second=bytes_per_second,
+            page_bytes=page_bytes,
+            tell=lambda keys: self._bad.extend(keys),
+        )
+
     # The store
 
     def records(self) -> list[PageRecord]:
@@ -101,12 +125,14 @@ class GuardedStore:
             return self._store.records()
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
+        self._read_pace.take(sum(row.size for _, row in wanted))
         with self._through(self._reads) as passage:
             outcomes = self._store.read_pages(wanted)
             passage.is_proof = ReadOutcome.READ in outcomes
             return outcomes
 
     def write(self, batch: Pages) -> list[WriteOutcome]:
+        self._write_pace.take(sum(row.size for _, row in batch))
         with self._through(self._writes) as passage:
             outcomes = self._store.write(batch)
             passage.is_proof = WriteOutcome.WRITTEN in outcomes
@@ -130,16 +156,28 @@ class GuardedStore:
         with self._through(self._writes):
             self._store.set_generation(generation)
 
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        with self._through(self._reads):
+            return self._store.bad_among(keys)
+
     def used_bytes(self) -> int:
         return self._store.used_bytes()
 
     def probe(self) -> None:
         self._store.probe()
 
+    def abandon(self) -> None:
+        """Before a stop: nobody waits any more for a store that does not answer."""
+        is_busy = not (self._reads.is_empty and self._writes.is_empty)
+        if is_busy and (self.reads_trouble or self.writes_trouble):
+            self._store.abandon()
+
     def close(self) -> None:
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._scrubber is not None:
+            self._scrubber.close()
         self._watcher.join(timeout=self._settings.probe_seconds)
         if not self._is_lost and self._store.generation < self.generation:
             with contextlib.suppress(TierError):
@@ -171,12 +209,16 @@ class GuardedStore:
         self._writes.open(fault)
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._settings.probe_seconds):
+        probe_seconds, waited_seconds = self._settings.probe_seconds, 0.0
+        while not self._closing.wait(probe_seconds):
             out_of_order = self.reads_trouble or self.writes_trouble
             if out_of_order and self._returned is None:
                 self._writes.open(out_of_order)  # nothing may change while it is looked at
                 if self._writes.is_empty:
+                    waited_seconds = 0.0
                     self._try_again(out_of_order)
+                elif (waited_seconds := waited_seconds + probe_seconds) > _PATIENCE_SECONDS:
+                    self._store.abandon()
 
     def _try_again(self, fault: str) -> None:
         log.warning("the disk tier is out of order: %s", fault)

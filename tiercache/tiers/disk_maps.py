@@ -7,9 +7,11 @@ families. Keeping the two maps in step is the store's business, not theirs.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from tiercache.tiers.disk_engine import (
     Environment,
     Transaction,
     commit,
+    copy_compacted,
     open_environment,
     translated,
     used_file_bytes,
@@ -26,7 +29,6 @@ from tiercache.tiers.disk_engine import (
 from tiercache.tiers.disk_facts import Durability
 from tiercache.tiers.disk_folder import INDEX, PAGES, StoreFolder
 from tiercache.tiers.disk_format import Entry, StoreMeta, checksum_of, entry_bytes
-from tiercache.tiers.disk_room import Room
 from tiercache.types import Bytes
 
 _ENTRIES, _META = b"entries", b"meta"
@@ -36,23 +38,41 @@ _META_KEY = b"store"
 class DiskMaps:
     """Both environments, open. Reads may run beside each other and beside one writer."""
 
-    def __init__(self, folder: StoreFolder, room: Room, durability: Durability) -> None:
-        """Opens or creates both. Raises PageCorrupt where the engine refuses what it finds."""
-        self._pages: Environment = open_environment(folder.pages, room.pages_map_bytes, durability)
+    def __init__(
+        self,
+        folder: StoreFolder,
+        map_bytes: tuple[int, int],
+        durability: Durability,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        """Opens or creates both; `map_bytes` for pages and index, see `open_environment`.
+
+        Raises PageCorrupt where the engine refuses what it finds.
+        """
+        pages_bytes, index_bytes = map_bytes
+        self._pages: Environment = open_environment(
+            folder.pages, pages_bytes, durability, read_only=read_only
+        )
         try:
             self._index: Environment = open_environment(
-                folder.index, room.index_map_bytes, durability, named_databases=2
+                folder.index, index_bytes, durability, named_databases=2, read_only=read_only
             )
         except BaseException:
             self._pages.close()
             raise
         try:
             with translated("opening the index"):
-                self._entries = self._index.open_db(_ENTRIES)
-                self._meta = self._index.open_db(_META)
+                self._entries = self._index.open_db(_ENTRIES, create=not read_only)
+                self._meta = self._index.open_db(_META, create=not read_only)
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def existing(cls, folder: StoreFolder, *, read_only: bool) -> DiskMaps:
+        """The maps of a store that is there, as large as they were made."""
+        return cls(folder, (0, 0), Durability.STRICT, read_only=read_only)
 
     def close(self) -> None:
         """Unmaps both files. No other method may be running."""
@@ -64,6 +84,16 @@ class DiskMaps:
         with translated("syncing"):
             self._pages.sync(True)
             self._index.sync(True)
+
+    def compacted(self, folder: StoreFolder) -> tuple[Path, Path]:
+        """Copies of both without unused room, in new folders beside them: pages, index."""
+        made = []
+        for name, environment in ((PAGES, self._pages), (INDEX, self._index)):
+            target = folder.path / f"{name}.compacted"
+            shutil.rmtree(target, ignore_errors=True)
+            copy_compacted(environment, target)
+            made.append(target)
+        return made[0], made[1]
 
     def shortened(self, folder: StoreFolder) -> str:
         """Which file is shorter than the engine believes; empty when none is."""
@@ -121,6 +151,14 @@ class DiskMaps:
         with translated("reading an entry"), self._index.begin(db=self._entries) as txn:
             value = txn.get(key)
         return None if value is None else Entry.unpack(key, value)
+
+    def has_entry(self, key: bytes) -> bool:
+        with translated("looking for an entry"), self._index.begin(db=self._entries) as txn:
+            return txn.get(key) is not None
+
+    def has_payload(self, key: bytes) -> bool:
+        with translated("looking for a payload"), self._pages.begin(buffers=True) as txn:
+            return txn.get(key) is not None
 
     def scan(self) -> Generator[tuple[bytes, Entry | None]]:
         """Every key with its entry, or None where that cannot be read.
@@ -181,8 +219,14 @@ class DiskMaps:
         with translated("listing payloads"), self._pages.begin() as txn:
             return set(txn.cursor().iternext(values=False))
 
-    def put_payloads(self, payloads: Iterable[tuple[bytes, Bytes]]) -> None:
+    def put_payloads(
+        self, payloads: Collection[tuple[bytes, Bytes]], drop: Collection[bytes] = ()
+    ) -> None:
+        """Deletes the payloads of `drop` and stores new ones, in one transaction."""
+
         def change(txn: Transaction) -> None:
+            for key in drop:
+                txn.delete(key)
             for key, payload in payloads:
                 txn.put(key, payload)
 

@@ -24,7 +24,7 @@ from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_wire import Place, Region, StoreFacts
 
-_TAKE_OVER_SECONDS = 5.0
+_TAKE_OVER_SECONDS = 2.0
 """How long to wait for the process of a server that has just been killed to let go."""
 _IN_USE = "is in use by another process"
 
@@ -44,6 +44,7 @@ class StoreServer:
             "records": store.records,
             "used_bytes": store.used_bytes,
             "probe": store.probe,
+            "bad_among": store.bad_among,
             "close": store.close,
         }
 

@@ -79,12 +79,13 @@ def _refuse_if_shrunk(folder: StoreFolder, room: Room) -> None:
         if (data_bytes := folder.data_bytes(name)) > map_bytes:
             raise ConfigError(
                 f"tiers.disk.capacity: {name}/ in {folder.path} already takes {data_bytes:,} bytes "
-                f"and this capacity leaves it {map_bytes:,}; raise the capacity or clear the store"
+                f"and this capacity leaves it {map_bytes:,}; raise the capacity, or shrink the "
+                "store with `tiercache disk compact`"
             )
 
 
 def _open(folder: StoreFolder, room: Room, page_tokens: int, durability: Durability) -> DiskMaps:
-    maps = DiskMaps(folder, room, durability)
+    maps = DiskMaps(folder, (room.pages_map_bytes, room.index_map_bytes), durability)
     try:
         _settle_meta(folder, maps, room, page_tokens)
         maps.check_trees(page_tokens)

@@ -53,11 +53,17 @@ class PageStore(Protocol):
     def set_generation(self, generation: int) -> None:
         """Begins a generation; on the medium before it returns."""
 
+    def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Keys of pages that are stored and fail their checksum; changes nothing."""
+
     def used_bytes(self) -> int:
         """What the store occupies now, all overhead included."""
 
     def probe(self) -> None:
         """Writes and reads a little. Raises what stands in the way of doing so."""
+
+    def abandon(self) -> None:
+        """Ends calls that have no answer, where that can be done: they fail, all later ones too."""
 
     def close(self) -> None:
         """Waits for callers inside and leaves the store clean. A second call does nothing."""
@@ -80,6 +86,9 @@ class StoreHealth(Protocol):
         From this call on it is used again.
         """
 
+    def take_bad(self) -> list[bytes]:
+        """Keys of pages that were found to have gone bad since it was last asked."""
+
 
 class AlwaysWell:
     """The health of a store that nobody watches."""
@@ -89,3 +98,6 @@ class AlwaysWell:
 
     def take_return(self) -> frozenset[bytes] | None:
         return None
+
+    def take_bad(self) -> list[bytes]:
+        return []

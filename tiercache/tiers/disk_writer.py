@@ -1,0 +1,154 @@
+"""What changes a store, one caller at a time: pages admitted, written, deleted, their room reused.
+
+A commit waits for the medium, so payloads whose entries are gone are deleted in the transaction
+that stores the next ones, and their room is used from the one after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import islice
+
+from tiercache.errors import PageCorrupt, TierError, TierFull
+from tiercache.tiers.disk_facts import CHUNK_PAGES, WriteOutcome, is_no_space
+from tiercache.tiers.disk_folder import PAGES
+from tiercache.tiers.disk_format import Entry, PageRecord, is_same_page
+from tiercache.tiers.disk_opening import StoreParts
+from tiercache.tiers.disk_room import run_leaves
+from tiercache.tiers.store import Pages
+from tiercache.types import Bytes
+
+
+class StoreWriter:
+    """Not thread-safe: the store lets one caller in at a time."""
+
+    def __init__(self, parts: StoreParts) -> None:
+        self._folder = parts.folder
+        self._room = parts.room
+        self._maps = parts.maps
+        self._forms = parts.forms
+        self._floor_bytes = parts.free_space_floor_bytes
+        self.generation = parts.meta.generation
+        self.may_hold_old_generations = False
+        self._orphans: set[bytes] = set()
+        """Payloads that no entry names any more, or yet."""
+
+    def write(self, batch: Pages) -> dict[bytes, WriteOutcome]:
+        """What became of the pages of this generation that were not there yet, by key."""
+        new = self._absent([page for page in batch if page[0].generation == self.generation])
+        headless = self._headless(new)
+        wanted = self._forms.encode([page for key, page in new.items() if key not in headless])
+        fitting = self._fitting(wanted)
+        outcome = self._store(fitting)
+        outcomes = dict.fromkeys((entry.record.key for entry, _ in wanted), WriteOutcome.FULL)
+        outcomes |= dict.fromkeys((entry.record.key for entry, _ in fitting), outcome)
+        return outcomes | dict.fromkeys(headless, WriteOutcome.NO_PARENT)
+
+    def _absent(self, pages: Pages) -> dict[bytes, tuple[PageRecord, Bytes]]:
+        """The pages that have to be stored, by key."""
+        return {page[0].key: page for page in pages if not self._is_there(page[0])}
+
+    def _headless(self, new: dict[bytes, tuple[PageRecord, Bytes]]) -> set[bytes]:
+        """Keys of those whose parent is neither stored nor comes before them."""
+        headed: set[bytes] = set()
+        for key, (record, _) in new.items():
+            if record.depth == 0 or record.parent in headed or self._is_stored(record.parent):
+                headed.add(key)
+        return new.keys() - headed
+
+    def _is_stored(self, key: bytes) -> bool:
+        try:
+            known = self._maps.entry(key)
+        except PageCorrupt:
+            return False
+        return known is not None and known.record.generation == self.generation
+
+    def _is_there(self, record: PageRecord) -> bool:
+        """Whether this very page can be read. An entry of another generation serves nobody, so its
+        payload may be replaced under it.
+        """
+        try:
+            known = self._maps.entry(record.key)
+        except PageCorrupt:
+            return False
+        return (
+            known is not None
+            and known.record.generation == self.generation
+            and is_same_page(known.record, record)
+        )
+
+    def _fitting(self, pages: list[tuple[Entry, Bytes]]) -> list[tuple[Entry, Bytes]]:
+        """The first of `pages`, as many as there is room for."""
+        lacking = self._maps.count() + len(pages) - self._room.capacity_pages
+        if lacking > 0 and self.may_hold_old_generations:
+            lacking -= self.drop_old_generations(max(lacking, CHUNK_PAGES))
+        fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
+        wanted_leaves = sum(run_leaves(entry.payload_bytes) for entry, _ in fitting)
+        left = self._room.payload_leaves - self._maps.payload_leaves()
+        if left < wanted_leaves and self._orphans:
+            self.delete_orphans()
+            left = self._room.payload_leaves - self._maps.payload_leaves()
+        for index, (entry, _) in enumerate(fitting):
+            left -= run_leaves(entry.payload_bytes)
+            if left < 0:
+                return fitting[:index]
+        return fitting
+
+    def may_grow_by(self, pages: int) -> bool:
+        """Whether the file system keeps its floor with this many pages more."""
+        wanted_bytes = self._room.pages_file_bytes(self._maps.count() + pages)
+        growth_bytes = wanted_bytes - self._folder.data_bytes(PAGES)
+        return growth_bytes <= 0 or self._folder.free_bytes() - growth_bytes >= self._floor_bytes
+
+    def _store(self, pages: list[tuple[Entry, Bytes]]) -> WriteOutcome:
+        """Commits payloads, then entries. WRITTEN, or why nothing was stored."""
+        if not pages:
+            return WriteOutcome.WRITTEN
+        if not self.may_grow_by(len(pages)):
+            return WriteOutcome.NO_SPACE
+        keys = {entry.record.key for entry, _ in pages}
+        try:
+            self._put_payloads([(entry.record.key, payload) for entry, payload in pages])
+            self._maps.put_entries([entry for entry, _ in pages])
+        except TierError as error:
+            with contextlib.suppress(TierError):
+                self.delete_orphans()
+            if not isinstance(error, TierFull):
+                raise
+            return WriteOutcome.NO_SPACE if is_no_space(error) else WriteOutcome.FULL
+        self._orphans -= keys
+        return WriteOutcome.WRITTEN
+
+    def _put_payloads(self, payloads: list[tuple[bytes, Bytes]]) -> None:
+        """Until their entries are committed the new payloads are orphans too."""
+        new = {key for key, _ in payloads}
+        stale = self._orphans - new
+        self._orphans |= new
+        try:
+            self._maps.put_payloads(payloads, drop=stale)
+        except TierFull as error:
+            if not stale or is_no_space(error):
+                raise
+            self._maps.delete_payloads(stale)
+            self._maps.put_payloads(payloads)
+        self._orphans -= stale
+
+    def delete(self, keys: list[bytes]) -> None:
+        self._maps.delete_entries(keys)
+        self._orphans.update(keys)
+        if len(self._orphans) > CHUNK_PAGES:
+            self.delete_orphans()
+
+    def delete_orphans(self) -> None:
+        if not self._orphans:
+            return
+        self._maps.delete_payloads(self._orphans)
+        self._orphans.clear()
+
+    def drop_old_generations(self, limit_pages: int) -> int:
+        with contextlib.closing(self._maps.scan()) as found:
+            old = (k for k, e in found if e is None or e.record.generation != self.generation)
+            keys = list(islice(old, limit_pages))
+        self.delete(keys)
+        self.may_hold_old_generations = len(keys) == limit_pages
+        return len(keys)
