@@ -107,6 +107,7 @@ def _join(
             enabled=config.cache.enabled,
             write_policy=config.cache.write_policy,
             ghost_pages=config.cache.ghost_pages,
+            loads_adaptively=config.cache.prefetch.policy == "adaptive",
         ),
         transfers,
         store=store,

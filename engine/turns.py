@@ -358,6 +358,9 @@ class Turns:
             cost = seconds / prompt_tokens
             before = self._prefill_seconds_per_token or cost
             self._prefill_seconds_per_token = 0.8 * before + 0.2 * cost
+        if len(work) == 1 and prompt_tokens > 1 and self._cache.gate is not None:
+            position = work[0].active.computed_tokens - prompt_tokens
+            self._cache.gate.prefill.saw(position, prompt_tokens, seconds)
 
     def _segment(self, item: Work) -> Segment:
         active = item.active

@@ -27,6 +27,7 @@ from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
 from tiercache.errors import ConfigError, LeaseError
 from tiercache.eviction import VictimQueue
+from tiercache.gate import LoadGate
 from tiercache.hints import HintGates
 from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
 from tiercache.loads import Loads
@@ -82,6 +83,8 @@ class CacheSettings:
     move_bytes: int = MOVE_BYTES
     open_writes: int = 4
     ghost_pages: int = 200_000
+    loads_adaptively: bool = False
+    """Load only what arrives sooner than it can be computed; otherwise whatever is stored."""
 
     @property
     def pages_per_move(self) -> int:
@@ -107,6 +110,7 @@ class TierCache:
         self.clock = clock or SystemClock()
         self.store = store
         self.disk_health = disk_health or AlwaysWell()
+        self.gate = LoadGate(self.page_tokens) if settings.loads_adaptively else None
         self.generation = store.generation if store else 0
         self.counters = CacheCounters()
         self.window = HitWindow()
@@ -203,6 +207,12 @@ class TierCache:
         path, sources = self._usable(match, tokens, fetch)
         if match is not None and because is None and self._ends_at_bad_copy(match, path):
             because = MissReason.CHECKSUM_FAILED
+        if self.gate is not None:
+            now = self.clock.now_seconds()
+            worth = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages()).pages
+            if worth < path.size:
+                path, sources = path[:worth], sources[:worth]
+                because = because or MissReason.COST_GATE
         books = account_prompt(
             tokens.size,
             self.page_tokens,
@@ -566,6 +576,14 @@ class TierCache:
 
     def _enter(self, settled: Settled) -> None:
         """Tells whoever asked for the move, and forgets pages that it left without a copy."""
+        move = settled.move
+        if self.gate is not None and move.target < move.source and settled.arrived.size:
+            self.gate.saw_load(
+                move.source,
+                int(settled.arrived.size),
+                settled.seconds,
+                self.clock.now_seconds(),
+            )
         queue = self.writes.get(settled.move.target)
         if queue is not None and settled.move.source < settled.move.target:
             queue.settle(settled)

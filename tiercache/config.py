@@ -126,7 +126,13 @@ class ModelConfig(_Section):
 
 
 class PrefetchConfig(_Section):
-    """How long a request waits for pages before it computes them itself."""
+    """How long a request waits for pages, and for which, before it computes them itself."""
+
+    policy: Literal["wait", "adaptive"] = Field(
+        default="wait",
+        description="wait loads whatever is stored; adaptive only what, as measured, arrives sooner"
+        " than it can be computed.",
+    )
 
     fetch_deadline_seconds: float = Field(
         default=5.0,

@@ -19,6 +19,9 @@ from tiercache.types import Tier
 _WEIGHT_OF_NEW = 0.2
 """Share of the newest observation in a running mean."""
 
+STALE_SECONDS = 30.0
+"""A tier not loaded from for so long is measured anew: what was slow may have recovered."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -76,10 +79,13 @@ class LoadGate:
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._page_seconds: dict[Tier, float] = {}
+        self._seen_at_seconds: dict[Tier, float] = {}
         self.prefill = PrefillCost()
 
-    def saw_load(self, source: Tier, pages: int, seconds: float) -> None:
+    def saw_load(self, source: Tier, pages: int, seconds: float, now_seconds: float) -> None:
         """A move of `pages` pages from `source` took `seconds` once it had begun."""
+        self._forget_stale(now_seconds)
+        self._seen_at_seconds[source] = now_seconds
         cost = seconds / pages
         before = self._page_seconds.get(source, cost)
         self._page_seconds[source] = (1 - _WEIGHT_OF_NEW) * before + _WEIGHT_OF_NEW * cost
@@ -92,13 +98,15 @@ class LoadGate:
         self,
         sources: npt.NDArray[np.int8],
         prompt_tokens: int,
+        now_seconds: float,
         queued_pages: Mapping[Tier, int] | None = None,
     ) -> Decision:
         """Where to stop loading a prefix whose pages come from `sources` (tier values, int8).
 
         `queued_pages` are pages that other loads from a tier have to go before. A tier never
-        loaded from counts as fast: it is measured by using it.
+        loaded from, or not for `STALE_SECONDS`, counts as fast: it is measured by using it.
         """
+        self._forget_stale(now_seconds)
         pages = int(sources.size)
         if not self.prefill.is_known or not (sources != int(Tier.DEVICE)).any():
             return Decision(pages)
@@ -114,6 +122,11 @@ class LoadGate:
             load_all_seconds=float(total[pages]),
             compute_all_seconds=float(total[0]),
         )
+
+    def _forget_stale(self, now_seconds: float) -> None:
+        for tier, seen in list(self._seen_at_seconds.items()):
+            if now_seconds - seen > STALE_SECONDS:
+                del self._seen_at_seconds[tier], self._page_seconds[tier]
 
     def _load_seconds(
         self, sources: npt.NDArray[np.int8], queued_pages: Mapping[Tier, int]

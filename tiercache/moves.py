@@ -7,6 +7,7 @@ the page's own (another copy was adopted meanwhile) only gives its slot back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class Settled:
     failed: PageIds
     outcomes: tuple[PageOutcome, ...]
     error: str
+    seconds: float
+    """From when a worker began it to its end."""
 
 
 class MoveBook:
@@ -120,6 +123,14 @@ class MoveBook:
         """The open moves that bring pages to DEVICE."""
         return [move for move in self.moves() if move.target is Tier.DEVICE]
 
+    def loading_pages(self) -> dict[Tier, int]:
+        """Pages that open moves bring up, by the tier they come from."""
+        pages: Counter[Tier] = Counter()
+        for move in self.moves():
+            if move.target < move.source:
+                pages[move.source] += int(move.pages.size)
+        return dict(pages)
+
     def _settle_erase(self, completion: Completion, erase: Erase) -> None:
         if completion.error:
             self._counters.tier_errors[(Tier.DISK, "erase")] += 1
@@ -139,7 +150,12 @@ class MoveBook:
             self.drop_bad_copy(move.source, page)
         self._count(completion, move, done)
         return Settled(
-            move, move.pages[done], move.pages[~done], completion.outcomes, completion.error
+            move,
+            move.pages[done],
+            move.pages[~done],
+            completion.outcomes,
+            completion.error,
+            completion.seconds,
         )
 
     def _settle_hop(self, move: Move, hop: Hop, done: np.ndarray) -> None:

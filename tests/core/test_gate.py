@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.gate import LoadGate, PrefillCost
+from tiercache.gate import STALE_SECONDS, LoadGate, PrefillCost
 from tiercache.types import Tier
 
 DISK = np.full(100, int(Tier.DISK), np.int8)
@@ -15,30 +15,36 @@ DISK = np.full(100, int(Tier.DISK), np.int8)
 
 def gate(page_seconds: float, token_seconds: float = 0.001) -> LoadGate:
     one = LoadGate(page_tokens=16)
-    one.saw_load(Tier.DISK, 10, 10 * page_seconds)
+    one.saw_load(Tier.DISK, 10, 10 * page_seconds, 0.0)
     for position in (0, 512, 1024):
         one.prefill.saw(position, 512, 512 * token_seconds)
     return one
 
 
 def test_a_fast_tier_is_loaded_whole_and_a_slow_one_not_at_all() -> None:
-    assert gate(page_seconds=0.001).decide(DISK, 1650).pages == 100
-    assert gate(page_seconds=0.1).decide(DISK, 1650).pages == 0
+    assert gate(page_seconds=0.001).decide(DISK, 1650, 1.0).pages == 100
+    assert gate(page_seconds=0.1).decide(DISK, 1650, 1.0).pages == 0
 
 
 def test_what_is_on_device_is_used_whatever_loading_costs() -> None:
     sources = np.array([int(Tier.DEVICE)] * 30 + [int(Tier.DISK)] * 70, np.int8)
-    assert gate(page_seconds=0.1).decide(sources, 1650).pages == 30
+    assert gate(page_seconds=0.1).decide(sources, 1650, 1.0).pages == 30
 
 
 def test_a_long_queue_before_a_fast_tier_makes_computing_the_better_choice() -> None:
     one = gate(page_seconds=0.01)
-    assert one.decide(DISK, 1650).pages == 100
-    assert one.decide(DISK, 1650, {Tier.DISK: 1000}).pages == 0
+    assert one.decide(DISK, 1650, 1.0).pages == 100
+    assert one.decide(DISK, 1650, 1.0, {Tier.DISK: 1000}).pages == 0
+
+
+def test_a_tier_that_was_slow_is_tried_again_after_a_while() -> None:
+    one = gate(page_seconds=0.1)
+    assert one.decide(DISK, 1650, STALE_SECONDS - 1).pages == 0
+    assert one.decide(DISK, 1650, STALE_SECONDS + 1).pages == 100
 
 
 def test_before_anything_is_measured_everything_is_loaded() -> None:
-    assert LoadGate(16).decide(DISK, 1650).pages == 100
+    assert LoadGate(16).decide(DISK, 1650, 1.0).pages == 100
 
 
 def test_a_prefill_that_grows_with_its_context_is_fitted_by_a_line() -> None:
@@ -61,12 +67,12 @@ def test_the_decision_is_never_worse_than_either_extreme(
     tiers: list[int], host: float, disk: float, token: float, tail: int, queued: int
 ) -> None:
     one = LoadGate(page_tokens=16)
-    one.saw_load(Tier.HOST, 1, host)
-    one.saw_load(Tier.DISK, 1, disk)
+    one.saw_load(Tier.HOST, 1, host, 0.0)
+    one.saw_load(Tier.DISK, 1, disk, 0.0)
     one.prefill.saw(0, 512, 512 * token)
     one.prefill.saw(2048, 512, 512 * token * 2)
     sources = np.array(tiers, np.int8)
-    decision = one.decide(sources, len(tiers) * 16 + 1 + tail, {Tier.DISK: queued})
+    decision = one.decide(sources, len(tiers) * 16 + 1 + tail, 1.0, {Tier.DISK: queued})
     chosen = decision.load_seconds + decision.compute_seconds
     assert 0 <= decision.pages <= len(tiers)
     if (sources != 0).any():

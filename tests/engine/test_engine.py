@@ -14,6 +14,8 @@ from engine.runner import ModelRunner, Segment
 from engine.sampling import SamplingParams
 from engine.working_copy import WorkingCopyPool
 from tests.engine.conftest import MakeRig, Rig, prompt
+from tiercache.tiers.disk_facts import ReadOutcome
+from tiercache.tiers.store import Pages
 from tiercache.types import MissReason, SlotState, Tier
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
@@ -171,6 +173,31 @@ def test_a_follower_that_waited_too_long_computes_for_itself(make_rig: MakeRig) 
     leader, follower = rig.ask(tokens, max_tokens=2), rig.ask(tokens, max_tokens=2)
     assert leader.wait().token_ids == follower.wait().token_ids
     assert follower.wait().usage.miss_tokens.get(MissReason.BEING_COMPUTED, 0) > 0
+    rig.assert_nothing_is_held()
+
+
+def test_an_adaptive_engine_computes_what_a_slow_disk_would_bring_later(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adaptive = {"prefetch": {"policy": "adaptive"}}
+    rig = make_rig(device=2048, disk=100_000, cache=adaptive)
+    expected = [rig.answer(prompt(seed, 321)).token_ids for seed in (1, 2)]
+    rig.evict(Tier.DEVICE)
+    store = rig.engine._cache.store
+    assert store is not None
+    read_pages = store.read_pages
+
+    def slowly(wanted: Pages) -> list[ReadOutcome]:
+        time.sleep(1.0)
+        return read_pages(wanted)
+
+    monkeypatch.setattr(store, "read_pages", slowly)
+    first = rig.answer(prompt(1, 321))  # nothing is known yet: measured by using it
+    second = rig.answer(prompt(2, 321))
+
+    assert first.usage.hit_tokens == {Tier.DISK: 320}
+    assert second.usage.miss_tokens[MissReason.COST_GATE] == 320
+    assert [first.token_ids, second.token_ids] == expected
     rig.assert_nothing_is_held()
 
 
