@@ -91,10 +91,8 @@ def _join(
     if host is not None:
         pools[Tier.HOST] = host
 
-    context_bytes = model.max_context_tokens * layout.token_bytes
-    populator = Populator(
-        [working_copies.block[:context_bytes], *(pools[tier].rows for tier in sorted(pools))]
-    )
+    first_context = working_copies.memory_of(model.max_context_tokens)
+    populator = Populator([*first_context, *(pools[tier].rows for tier in sorted(pools))])
     wake = threading.Event()
     transfers = ThreadedTransfers(
         Carrier(pools, store), reader_threads=config.tiers.disk.reader_threads, wake=wake.set

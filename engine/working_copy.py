@@ -20,7 +20,7 @@ import torch
 
 from engine.attention import KEY_BLOCK_TOKENS, round_up
 from tiercache.tiers.memory import anonymous_block
-from tiercache.types import PageLayout, Slots
+from tiercache.types import Bytes, PageLayout, Slots
 
 
 class WorkingCopy:
@@ -99,8 +99,14 @@ class WorkingCopyPool:
         )
         """The memory behind all ranges, uint8; whoever wants may bring it in ahead of use."""
         self._kv = torch.from_numpy(self.block).view(dtype).view(shape).transpose(2, 3)
+        self._heads = layout.layers * 2 * layout.kv_heads
         self._free: dict[int, int] = {0: self.capacity_tokens}  # start → tokens, in order of start
         self._held: dict[int, WorkingCopy] = {}
+
+    def memory_of(self, tokens: int) -> list[Bytes]:
+        """The memory behind the first `tokens` tokens of all ranges, in contiguous pieces."""
+        by_head = self.block.reshape(-1, self.block.size // self._heads)
+        return list(by_head[:, : by_head.shape[1] * tokens // self.capacity_tokens])
 
     @property
     def free_tokens(self) -> int:

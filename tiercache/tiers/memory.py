@@ -22,6 +22,8 @@ from tiercache.types import Bytes
 _POPULATE_WRITE = 23
 """madvise's MADV_POPULATE_WRITE: bring pages in without changing what they hold (Linux 5.14)."""
 
+_LEAST_PRIORITY = 19
+
 _POPULATE_BYTES = 16 << 20
 """Populated at a time: the thread can stop between two pieces."""
 
@@ -105,6 +107,8 @@ class Populator:
         self._blocks.clear()
 
     def _run(self) -> None:
+        # Whoever computes goes first: this work is only worth anything while nobody waits.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
         for block in self._blocks:
             for start in range(0, block.size, _POPULATE_BYTES):
                 if self._stop.is_set() or not populate(block[start : start + _POPULATE_BYTES]):
