@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.lease import Lease
+from tiercache.settings import CacheSettings, TierLimits
 from tiercache.transfer import Completion, Job
 from tiercache.types import PageLayout, Tier, Tokens
 

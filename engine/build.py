@@ -16,12 +16,13 @@ from engine.models import LoadedModel, load_model
 from engine.turns import Turns, TurnSettings
 from engine.working_copy import WorkingCopyPool
 from tiercache.admission import AdmissionRule
-from tiercache.cache import MOVE_BYTES, CacheSettings, TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.clock import SystemClock
 from tiercache.config import Config, DeviceTierConfig, DiskTierConfig, HostTierConfig
 from tiercache.errors import ConfigError, TierError
 from tiercache.metrics import DropReason
 from tiercache.restore import remember, restore
+from tiercache.settings import MOVE_BYTES, CacheSettings, TierLimits
 from tiercache.sizes import format_size
 from tiercache.tiers.disk import DiskStore, Durability
 from tiercache.tiers.disk_client import StoreProcess

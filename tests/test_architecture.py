@@ -28,6 +28,7 @@ LAYERS = [
         "columns",
         "catalog",
         "admission",
+        "settings",
         "hints",
         "names",
         "retention",
@@ -51,6 +52,7 @@ LAYERS = [
         "restore",
         "prefetch",
         "disk_return",
+        "forgetting",
     },
     {"testing", "simulation", "replay"},
 ]

@@ -11,21 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercache.cache import CacheSettings, TierCache, TierLimits
+    from tiercache.cache import TierCache
     from tiercache.lease import Fetch, Lease, Room
+    from tiercache.settings import CacheSettings, TierLimits
     from tiercache.types import PageLayout, Tier
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CacheSettings": "tiercache.cache",
+    "CacheSettings": "tiercache.settings",
     "Fetch": "tiercache.lease",
     "Lease": "tiercache.lease",
     "PageLayout": "tiercache.types",
     "Room": "tiercache.lease",
     "Tier": "tiercache.types",
     "TierCache": "tiercache.cache",
-    "TierLimits": "tiercache.cache",
+    "TierLimits": "tiercache.settings",
 }
 
 __all__ = [

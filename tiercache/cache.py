@@ -15,80 +15,38 @@ One thread calls all of this. Workers carry bytes; `tick` is where their results
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
 
 from tiercache import disk_return, inspection
-from tiercache.admission import Admission, AdmissionRule
+from tiercache.admission import Admission
 from tiercache.books import account_prompt
 from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
 from tiercache.errors import ConfigError, LeaseError
 from tiercache.eviction import VictimQueue
+from tiercache.forgetting import Forgetter
 from tiercache.gate import LoadGate
 from tiercache.hints import HintGates
 from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
 from tiercache.loads import Loads
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
 from tiercache.moves import MoveBook, Settled
-from tiercache.names import chain_names, root_name
+from tiercache.names import ContentNames, chain_names, root_name
 from tiercache.pending import PendingPrefixes
 from tiercache.policies import PolicySettings, make_policy
 from tiercache.records import PageNames
 from tiercache.retention import Retention
 from tiercache.room import RoomMaker
+from tiercache.settings import CacheSettings
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
 from tiercache.transfer import PageOutcome, Transfers
-from tiercache.tree import Match, Node, Tree
-from tiercache.types import NO_PAGE, MissReason, PageIds, PageLayout, Slots, SlotState, Tier, Tokens
+from tiercache.tree import Match, Tree
+from tiercache.types import NO_PAGE, MissReason, PageIds, Slots, SlotState, Tier, Tokens
 from tiercache.wishes import Announcement, WillReturn, Wishes
 from tiercache.writes import WriteQueue
 
 _NO_PAGES = np.empty(0, np.int32)
-MOVE_BYTES = 12 << 20
-"""Size of one move, and so of one transaction on DISK."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierLimits:
-    """Size and watermarks (shares of the capacity, 0–1) of one tier."""
-
-    capacity_pages: int
-    capacity_bytes: int
-    high_watermark: float = 1.0
-    low_watermark: float = 0.95
-    policy: str = "lru"
-    admission: AdmissionRule = AdmissionRule.ALL
-    write_bytes_per_second: int | None = None
-
-    @property
-    def kept_pages(self) -> int:
-        """Pages the tier holds when it is full to its high watermark."""
-        return max(1, int(self.high_watermark * self.capacity_pages))
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSettings:
-    """What the decision code needs to know. A tier that is off is not in `tiers`."""
-
-    layout: PageLayout
-    tiers: Mapping[Tier, TierLimits]
-    enabled: bool = True
-    write_policy: str = "write_through"
-    """`write_through` copies pages down soon after they are inserted, `write_back` when they have
-    to leave the tier they are on."""
-    move_bytes: int = MOVE_BYTES
-    open_writes: int = 4
-    ghost_pages: int = 200_000
-    loads_adaptively: bool = False
-    """Load only what arrives sooner than it can be computed; otherwise whatever is stored."""
-
-    @property
-    def pages_per_move(self) -> int:
-        return max(1, self.move_bytes // self.layout.page_bytes)
 
 
 class TierCache:
@@ -124,6 +82,7 @@ class TierCache:
         self._next_lease = 0
         self._transfers = transfers
         self.names = PageNames(self.tree, self.catalog)
+        self.content = ContentNames(self.tree, self.catalog)
         self.moves = MoveBook(
             self.catalog,
             transfers,
@@ -161,13 +120,16 @@ class TierCache:
         self.retention = Retention(
             self.catalog, self.wishes, self.clock, stored=self._stored, unpin=self._unpin
         )
+        self.forgetter = Forgetter(
+            self.tree, self.catalog, self.moves, self.queues, self.writes, room=lambda: self.room
+        )
         self.room = RoomMaker(
             self.catalog,
             self.queues,
             self.moves,
             self.counters,
             demote=self._demote,
-            forget=self._forget_gone,
+            forget=self.forgetter.all_gone,
         )
         self.loads = Loads(self.catalog, self.moves, self.room, settings.pages_per_move)
 
@@ -367,7 +329,7 @@ class TierCache:
         self._must_be_open(lease)
         pages = lease.path[first_page:stop_page]
         if pages.size:
-            self._name_of(int(lease.path[-1]), lease.namespace, lease.generation)
+            self.content.name_of(int(lease.path[-1]), lease.namespace, lease.generation)
             self.wishes.mark(pages, self.catalog.name[pages], said, tenant)
 
     # Questions and orders; see `inspection`
@@ -461,31 +423,17 @@ class TierCache:
             self.forget_if_gone(page)
 
     def reap(self) -> None:
-        """Forgets the pages of older generations that nobody holds any more, children first."""
-        for name in self.tree.roots:
-            namespace, generation = name
-            root = self.tree.root(namespace, generation)
-            if generation == self.generation or root is None:
-                continue
-            self._forget_all(self._unheld(root))
+        """Forgets pages of older generations that nobody holds any more."""
+        self.forgetter.reap(self.generation)
 
     def forget_if_gone(self, page: int) -> None:
         """I4: forgets a page that has no copy and no child, then its parents likewise."""
-        while (
-            page != NO_PAGE
-            and self.tree.contains(page)
-            and self.catalog.pins[page] == 0
-            and not self.catalog.copies(page)
-            and self.tree.is_leaf(page)
-        ):
-            parent = int(self.catalog.parent[page])
-            self._forget(page)
-            page = parent
+        self.forgetter.if_gone(page)
 
     def introduce(self, namespace: bytes, generation: int, pages: PageIds) -> None:
         """Tells the policies of a run of pages new in the tree, before their first touch."""
         if self.wishes.active or any(q.policy.remembers for q in self.queues.values()):
-            above = self._name_of(int(self.catalog.parent[pages[0]]), namespace, generation)
+            above = self.content.name_of(int(self.catalog.parent[pages[0]]), namespace, generation)
             tokens = self.tree.run_tokens(pages)
             self.catalog.name[pages] = chain_names(above, tokens, self.page_tokens)
         names = self.catalog.name[pages]
@@ -493,30 +441,6 @@ class TierCache:
             self.wishes.enter(pages, names)
         for queue in self.queues.values():
             queue.policy.enter(pages, names)
-
-    def _forget_gone(self, pages: PageIds) -> None:
-        """The same for pages that have just lost their copies, children before parents."""
-        bare = pages[~self.catalog.has_copy(pages) & (self.catalog.pins[pages] == 0)]
-        removed = self.tree.remove_leaves(bare) if bare.size else bare
-        if not removed.size:
-            return
-        parents = set(self.catalog.parent[removed].tolist()).difference(removed.tolist())
-        self.catalog.forget_all(removed)
-        self._forget_wishes(removed)
-        for page in parents:
-            self.forget_if_gone(page)
-
-    def _name_of(self, page: int, namespace: bytes, generation: int) -> int:
-        """Name of a page in the tree, or of its root for `NO_PAGE`; remembered once computed."""
-        chain: list[int] = []
-        while page != NO_PAGE and not self.catalog.name[page]:
-            chain.append(page)
-            page = int(self.catalog.parent[page])
-        name = root_name(namespace, generation) if page == NO_PAGE else int(self.catalog.name[page])
-        for link in reversed(chain):
-            name = int(chain_names(name, self.tree.page_at(link), self.page_tokens)[0])
-            self.catalog.name[link] = name
-        return name
 
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """Durable names and index facts of pages that are in the tree."""
@@ -634,27 +558,6 @@ class TierCache:
         lease.pages[index] = stored
         self.counters.adopted_pages += 1
 
-    def _unheld(self, root: Node) -> list[int]:
-        """Pages below `root` that nobody holds, nor anything below them; children first."""
-        free: list[int] = []
-        held: set[int] = set()
-        for page in self.tree.subtree(root):
-            if self.catalog.pins[page] or page in held:
-                held.add(int(self.catalog.parent[page]))
-            else:
-                free.append(page)
-        return free
-
-    def _forget_all(self, pages: list[int]) -> None:
-        """Forgets pages with all their copies; nothing but each other hangs below them."""
-        ids = np.array(pages, np.int32)
-        for tier in self.catalog.tiers:
-            ready = ids[self.catalog.ready_on(tier, ids)]
-            if ready.size:
-                self.room.leave(tier, ready)
-        for page in pages:
-            self._forget(page)
-
     def _touch(self, path: PageIds, fresh_from: int = 0) -> None:
         for queue in self.queues.values():
             queue.touch(path, fresh_from)
@@ -715,19 +618,3 @@ class TierCache:
         self.catalog.unpin(path)
         if path.size:
             self.forget_if_gone(int(path[-1]))
-
-    def _forget(self, page: int) -> None:
-        self.tree.remove_last(page)
-        self.catalog.forget(page)
-        self._forget_wishes(np.array([page], np.int32))
-
-    def _forget_wishes(self, pages: PageIds) -> None:
-        forgotten = pages.tolist()
-        self.moves.holes.difference_update(forgotten)
-        for page in forgotten:
-            self.room.stays(page)
-        for victims in self.queues.values():
-            victims.policy.forget(pages)
-        for queue in self.writes.values():
-            for page in forgotten:
-                queue.forget(page)

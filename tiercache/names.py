@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from tiercache.types import Tokens
+from tiercache.catalog import Catalog
+from tiercache.tree import Tree
+from tiercache.types import NO_PAGE, Tokens
 
 
 def root_name(namespace: bytes, generation: int) -> int:
@@ -29,3 +31,24 @@ def chain_names(parent: int, tokens: Tokens, page_tokens: int) -> np.ndarray:
         name = digest(text[index * step : (index + 1) * step], name)
         names[index] = name
     return names
+
+
+class ContentNames:
+    """Names of pages that are in the tree, remembered in the catalog once computed."""
+
+    def __init__(self, tree: Tree, catalog: Catalog) -> None:
+        self._tree = tree
+        self._catalog = catalog
+
+    def name_of(self, page: int, namespace: bytes, generation: int) -> int:
+        """Name of a page, or of the root of `namespace` for `NO_PAGE`."""
+        names = self._catalog.name
+        chain: list[int] = []
+        while page != NO_PAGE and not names[page]:
+            chain.append(page)
+            page = int(self._catalog.parent[page])
+        name = root_name(namespace, generation) if page == NO_PAGE else int(names[page])
+        for link in reversed(chain):
+            name = int(chain_names(name, self._tree.page_at(link), self._tree.page_tokens)[0])
+            names[link] = name
+        return name

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from tiercache.admission import AdmissionRule
-from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.clock import ManualClock
 from tiercache.config import parse_config
 from tiercache.errors import ConfigError
 from tiercache.lease import Lease
 from tiercache.metrics import DropReason
 from tiercache.replay.rig import NAMESPACE, InstantTransfers, as_prompt
+from tiercache.settings import CacheSettings, TierLimits
 from tiercache.types import PageLayout, Tier
 
 LAYOUT = PageLayout(1, 1, 1, 1, "bfloat16")

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from tests.replay.traces import random_trace, trace_of
-from tiercache.cache import TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.hints import HintGates
 from tiercache.lease import Lease
 from tiercache.replay.exact import replay_exact
 from tiercache.replay.knowledge import AnnounceAhead, OracleHints
 from tiercache.replay.production import ProductionReplay, ServiceTimes
 from tiercache.replay.rig import as_prompt
+from tiercache.settings import TierLimits
 from tiercache.testing.rig import CacheRig
 from tiercache.types import Tier
 from tiercache.wishes import WillReturn

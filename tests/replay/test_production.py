@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.replay.traces import random_trace, trace_of
-from tiercache.cache import TierLimits
 from tiercache.replay.production import ProductionReplay, ServiceTimes, replay_production
 from tiercache.replay.stack import Stack, limits_of
+from tiercache.settings import TierLimits
 from tiercache.types import Tier
 
 SLOW = ServiceTimes(prefill_tokens_per_second=1.0, decode_tokens_per_second=1.0)

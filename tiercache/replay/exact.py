@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiercache.cache import TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.clock import ManualClock
 from tiercache.lease import Lease
 from tiercache.replay.knowledge import Knowledge
@@ -26,6 +26,7 @@ from tiercache.replay.optimum import NextUses, Optimum
 from tiercache.replay.result import ReplayResult
 from tiercache.replay.rig import NAMESPACE, SPARE_SLOTS, as_prompt, build_cache
 from tiercache.replay.trace import Trace
+from tiercache.settings import TierLimits
 from tiercache.types import Tier
 
 OPTIMUM = "optimum"

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiercache.cache import TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease
 from tiercache.replay.knowledge import Knowledge
 from tiercache.replay.result import ReplayResult
 from tiercache.replay.rig import NAMESPACE, SPARE_SLOTS, as_prompt, build_cache
 from tiercache.replay.trace import Trace
+from tiercache.settings import TierLimits
 from tiercache.types import Tier, Tokens
 
 _SETTLING_ROUNDS = 8

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.clock import ManualClock
+from tiercache.settings import CacheSettings, TierLimits
 from tiercache.transfer import Completion, Erase, Job, PageOutcome
 from tiercache.types import PageLayout, Tier, Tokens
 

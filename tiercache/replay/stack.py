@@ -15,12 +15,12 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tiercache.cache import TierLimits
 from tiercache.config import PolicyName
 from tiercache.config_problems import HERE, explain_problems, load_yaml
 from tiercache.errors import ConfigError
 from tiercache.replay.result import parse_capacity
 from tiercache.replay.rig import SPARE_SLOTS
+from tiercache.settings import TierLimits
 from tiercache.types import Tier
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.clock import ManualClock
 from tiercache.columns import TierColumns
 from tiercache.policies import Policy
 from tiercache.restore import restore
+from tiercache.settings import CacheSettings, TierLimits
 from tiercache.simulation.journal import Journal
 from tiercache.simulation.medium import POISON, SimulatedPool, SimulatedStore
 from tiercache.simulation.oracle import Oracle, OracleError

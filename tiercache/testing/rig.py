@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tiercache.cache import CacheSettings, TierCache, TierLimits
+from tiercache.cache import TierCache
 from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.restore import restore
+from tiercache.settings import CacheSettings, TierLimits
 from tiercache.testing.transfers import ManualTransfers
 from tiercache.tiers.memory import ArrayPool
 from tiercache.tiers.store import PageStore, StoreHealth
