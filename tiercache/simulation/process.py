@@ -88,13 +88,19 @@ class Process:
         self._verify_counters()
 
     def verify_disk(self) -> None:
-        """At rest: what the books say is on DISK is in the store, whole or visibly damaged."""
+        """At rest: a page of this generation has a DISK record of this generation, or none.
+
+        A page of an older one that somebody still holds may find its record replaced: the same
+        tokens were written again since the flush, under the same key.
+        """
         if self._store is None or self.cache.disk_detached:
             return
         columns = self.cache.catalog.tiers[Tier.DISK]
         pages = columns.slot_page[columns.slot_state == int(SlotState.READY)]
         for record in self.cache.records_of(pages):
             stored = self._store.pages.get(record.key)
+            if record.generation != self.cache.generation:
+                continue
             if stored is not None and stored[0].generation != record.generation:
                 raise OracleError("a DISK copy is of another generation than its page")
 
