@@ -515,7 +515,7 @@ class TierCache:
             # Pages of many sizes fill DISK by bytes before they fill it by slots.
             refused_pages = settled.outcomes.count(PageOutcome.NO_ROOM)
             if refused_pages and self.room.evict(settled.move.target, refused_pages):
-                queue.forgive()
+                queue.forgive_once()
         for page in settled.failed.tolist():
             self.room.stays(page)
             self.forget_if_gone(page)

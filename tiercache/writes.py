@@ -65,6 +65,7 @@ class WriteQueue:
         done once, so a tier that gives up a chain's head before its end came is not written to
         again and again."""
         self._refused: set[int] = set()
+        self._forgiven: set[int] = set()
         self._in_flight = 0
 
     def __len__(self) -> int:
@@ -87,6 +88,14 @@ class WriteQueue:
     def forgive(self) -> None:
         """Pages that could not be written may be asked for again."""
         self._refused.clear()
+        self._forgiven.clear()
+
+    def forgive_once(self) -> None:
+        """The same after room was made, but each page a single time: where that was not enough,
+        the page must be able to leave its tier without a copy here."""
+        newly = self._refused - self._forgiven
+        self._forgiven |= newly
+        self._refused -= newly
 
     def used_again(self, pages: PageIds) -> None:
         """Another request uses these: what was not admitted before may be now."""
@@ -124,6 +133,7 @@ class WriteQueue:
     def forget(self, page: int) -> None:
         """The page is no more."""
         self._refused.discard(page)
+        self._forgiven.discard(page)
         if page in self._wanted:
             del self._wanted[page]
             self._counters.dropped_writes[DropReason.EVICTED_FIRST] += 1
