@@ -90,10 +90,6 @@ class LoadGate:
         before = self._page_seconds.get(source, cost)
         self._page_seconds[source] = (1 - _WEIGHT_OF_NEW) * before + _WEIGHT_OF_NEW * cost
 
-    def page_seconds(self, source: Tier) -> float | None:
-        """What a page from `source` costs at present; None before the first load."""
-        return self._page_seconds.get(source)
-
     def decide(
         self,
         sources: npt.NDArray[np.int8],

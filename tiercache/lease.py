@@ -88,7 +88,6 @@ class Lease:
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN
     caching: bool = True
-    fetch_failed: bool = False
 
     def page_range(self, start: int, stop: int) -> PageIds:
         """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""
