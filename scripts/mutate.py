@@ -31,6 +31,7 @@ DEFAULT_FILES = (
     "tiercache/room.py",
     "tiercache/writes.py",
     "tiercache/transfer.py",
+    "tiercache/eviction.py",
 )
 
 _TURNED = {
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", default=DEFAULT_FILES)
     parser.add_argument("--sample", type=int, default=100, help="mutants to try, drawn at random")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for each mutant")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each mutant")
     parser.add_argument("--log", type=Path, required=True, help="one JSON line for each mutant")
     options = parser.parse_args()
     everything = [mutant for file in options.files for mutant in mutants_of(file)]
@@ -163,7 +164,9 @@ def main() -> None:
             line = {"mutant": mutant.name, "killed": verdict.killed, "by": verdict.by}
             log.write(json.dumps(line, ensure_ascii=False) + "\n")
             log.flush()
-            print(f"{number}: {killed} killed; {mutant.name}: {verdict.by or 'SURVIVED'}")
+            print(
+                f"{number}: {killed} killed; {mutant.name}: {verdict.by or 'SURVIVED'}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from tiercache.room import RoomMaker
 from tiercache.settings import CacheSettings
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
-from tiercache.transfer import PageOutcome, Transfers
+from tiercache.transfer import Transfers
 from tiercache.tree import Match, Tree
 from tiercache.types import NO_PAGE, MissReason, PageIds, Slots, SlotState, Tier, Tokens
 from tiercache.wishes import Announcement, WillReturn, Wishes
@@ -395,6 +395,8 @@ class TierCache:
                 f"tiers.{tier.label}.capacity: {capacity_pages} pages asked for; "
                 f"this tier was opened for 1 to {columns.pool_pages}"
             )
+        if capacity_pages > columns.capacity_pages and tier in self.writes:
+            self.writes[tier].forgive()
         columns.resize(capacity_pages)
         self._trim(tier)
 
@@ -510,12 +512,8 @@ class TierCache:
             )
         queue = self.writes.get(settled.move.target)
         if queue is not None and settled.move.source < settled.move.target:
-            queue.settle(settled)
             self.room.written(settled.arrived)
-            # Pages of many sizes fill DISK by bytes before they fill it by slots.
-            refused_pages = settled.outcomes.count(PageOutcome.NO_ROOM)
-            if refused_pages and self.room.evict(settled.move.target, refused_pages):
-                queue.forgive_once()
+            queue.settle(settled, self.room)
         for page in settled.failed.tolist():
             self.room.stays(page)
             self.forget_if_gone(page)

@@ -99,18 +99,25 @@ class RoomMaker:
         self._leaving.clear()
 
     def _evict_until(self, tier: Tier, pages: int) -> None:
-        """Evicts up to `pages` pages; pages that had to be demoted first count when they go."""
-        left, asked = pages, 0
-        while left > 0 and asked < pages:
+        """Evicts up to `pages` pages; pages that had to be demoted first count when they go.
+
+        A page that waits for its turn to be written down can still be evicted. It is held, so that
+        this call does not come back to it.
+        """
+        left = pages
+        waiting: list[int] = []
+        while left > 0 and len(waiting) < pages:
             victims = self._queues[tier].take(left)
             if not victims.size:
-                return
+                break
             gone, demoting = self._evict(tier, victims)
             left -= gone
-            asked += demoting
+            waiting += demoting
+            self._catalog.pin(np.array(demoting, np.int32))
+        self._catalog.unpin(np.array(waiting, np.int32))
 
-    def _evict(self, tier: Tier, victims: PageIds) -> tuple[int, int]:
-        """How many pages left `tier`, and how many are being written down first."""
+    def _evict(self, tier: Tier, victims: PageIds) -> tuple[int, list[int]]:
+        """How many pages left `tier`, and which are to be written down first."""
         elsewhere = self._catalog.ready_elsewhere(tier, victims)
         if elsewhere.all() or tier is self._slowest:
             self.leave(tier, victims)
@@ -118,13 +125,16 @@ class RoomMaker:
             lost = victims[~elsewhere]
             if lost.size:
                 self._lose(tier, lost)
-            return victims.size, 0
-        answers = [
-            self._evict_one(tier, page)
-            for page in victims.tolist()
-            if self._catalog.is_evictable(tier, page)  # not if a child is being written down
-        ]
-        return answers.count(True), answers.count(False)
+            return victims.size, []
+        gone, demoting = 0, []
+        for page in victims.tolist():
+            if not self._catalog.is_evictable(tier, page):
+                continue  # a child is being written down
+            if self._evict_one(tier, page):
+                gone += 1
+            else:
+                demoting.append(page)
+        return gone, demoting
 
     def _evict_one(self, tier: Tier, page: int) -> bool:
         """True when the page left `tier`; False when it is being written down first."""

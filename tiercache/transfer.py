@@ -36,6 +36,7 @@ class PageOutcome(Enum):
     MISSING = "missing"
     NO_ROOM = "no_room"
     NO_SPACE = "no_space"
+    NO_PARENT = "no_parent"
     OLD_GENERATION = "old_generation"
     CANCELLED = "cancelled"
     OFFLINE = "offline"
@@ -192,7 +193,7 @@ _WRITE_OUTCOMES = {
     WriteOutcome.FULL: PageOutcome.NO_ROOM,
     WriteOutcome.NO_SPACE: PageOutcome.NO_SPACE,
     WriteOutcome.OLD_GENERATION: PageOutcome.OLD_GENERATION,
-    WriteOutcome.NO_PARENT: PageOutcome.FAILED,
+    WriteOutcome.NO_PARENT: PageOutcome.NO_PARENT,
 }
 
 

@@ -65,7 +65,10 @@ class WriteQueue:
         done once, so a tier that gives up a chain's head before its end came is not written to
         again and again."""
         self._refused: set[int] = set()
-        self._forgiven: set[int] = set()
+        """Pages that this tier will not take: not asked for again while they live, or until
+        `forgive`. So what must leave a faster tier can, however full this one is."""
+        self._tried_again: set[int] = set()
+        """Pages for which room was made after a first refusal; the second one is final."""
         self._in_flight = 0
 
     def __len__(self) -> int:
@@ -86,16 +89,9 @@ class WriteQueue:
                 self._wanted.setdefault(page, False)
 
     def forgive(self) -> None:
-        """Pages that could not be written may be asked for again."""
+        """The tier can take more than it could: what it refused may be asked for again."""
         self._refused.clear()
-        self._forgiven.clear()
-
-    def forgive_once(self) -> None:
-        """The same after room was made, but each page a single time: where that was not enough,
-        the page must be able to leave its tier without a copy here."""
-        newly = self._refused - self._forgiven
-        self._forgiven |= newly
-        self._refused -= newly
+        self._tried_again.clear()
 
     def used_again(self, pages: PageIds) -> None:
         """Another request uses these: what was not admitted before may be now."""
@@ -133,7 +129,7 @@ class WriteQueue:
     def forget(self, page: int) -> None:
         """The page is no more."""
         self._refused.discard(page)
-        self._forgiven.discard(page)
+        self._tried_again.discard(page)
         if page in self._wanted:
             del self._wanted[page]
             self._counters.dropped_writes[DropReason.EVICTED_FIRST] += 1
@@ -156,27 +152,67 @@ class WriteQueue:
             begun = True
         return begun
 
-    def settle(self, settled: Settled) -> None:
-        """A move to this tier has ended; what it could not write is not tried again."""
+    def settle(self, settled: Settled, room: RoomMaker) -> None:
+        """A move to this tier has ended. What it had no room for is tried once more, behind the
+        room made for it; what it could not write for another reason is not tried again."""
         self._in_flight -= 1
-        for page, outcome in zip(settled.move.pages, settled.outcomes, strict=True):
-            if outcome in _MAY_COME_AGAIN and self._is_offline():
-                self._counters.dropped_writes[_REASONS[outcome]] += 1
-            elif outcome is not PageOutcome.DONE:
-                self._refuse(int(page), _REASONS.get(outcome, DropReason.FAILED))
+        full: list[int] = []
+        for page, outcome in zip(settled.move.pages.tolist(), settled.outcomes, strict=True):
+            if outcome is PageOutcome.DONE:
+                self._tried_again.discard(page)
+            elif outcome in _MAY_COME_AGAIN and self._is_offline():
+                self._drop(_REASONS[outcome], 1)
+            elif self._lacked_room(page, outcome, full):
+                full.append(page)
+            else:
+                self._refuse(page, _REASONS.get(outcome, DropReason.FAILED))
+        if full:
+            self._try_again(full, room)
+
+    def _lacked_room(self, page: int, outcome: PageOutcome, full: list[int]) -> bool:
+        """Whether a first write failed for want of room: the page's own, or its parent's."""
+        if page in self._tried_again:
+            return False
+        if outcome is PageOutcome.NO_PARENT:
+            parent = int(self._catalog.parent[page])
+            return parent in full or parent in self._tried_again
+        return outcome is PageOutcome.NO_ROOM
+
+    def _try_again(self, pages: list[int], room: RoomMaker) -> None:
+        """Pages of many sizes fill a store by bytes before they fill it by slots.
+
+        The room that is made is these pages' own: they are written next, and what is written is
+        carried in order, so nothing comes between their room and them.
+        """
+        held = self._hold(np.array(pages, np.int32))
+        has_room = room.evict(self.tier, len(pages))
+        self._catalog.unpin(held)
+        if not has_room:
+            for page in pages:
+                self._refuse(page, DropReason.NO_ROOM)
+            return
+        self._tried_again.update(pages)
+        self._put_back(pages)
+        self.pump(room)
+
+    def _hold(self, pages: PageIds) -> PageIds:
+        """Pins `pages` and their parents, for the caller to unpin: making room must evict neither
+        what is about to be read nor what it will hang below."""
+        parents = self._catalog.parent[pages]
+        held: PageIds = np.unique(np.concatenate((pages, parents[parents != NO_PAGE])))
+        self._catalog.pin(held)
+        return held
 
     def _refuse(self, page: int, reason: DropReason) -> None:
         self._wanted.pop(page, None)
+        self._tried_again.discard(page)
         if self._tree.contains(page):
             self._refused.add(page)
-        self._counters.dropped_writes[reason] += 1
+        self._drop(reason, 1)
 
     def _begin(self, pages: PageIds, room: RoomMaker) -> bool:
         """Starts moves for `pages`, one per run of equal source, or puts them back."""
-        # Making room must evict neither what is about to be read nor what it will hang below.
-        parents = self._catalog.parent[pages]
-        held = np.unique(np.concatenate((pages, parents[parents != NO_PAGE])))
-        self._catalog.pin(held)
+        held = self._hold(pages)
         answer = room.make(self.tier, pages.size)
         fits = pages[: self._catalog.tiers[self.tier].free_count]
         for first, last, source in runs(self._sources(fits)):

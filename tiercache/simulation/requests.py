@@ -18,6 +18,7 @@ class Stage(StrEnum):
     """How far a request is. Each may be its last."""
 
     QUEUED = "queued"
+    QUEUED_PREFETCHING = "queued_prefetching"
     FOLLOWING = "following"
     FETCHING = "fetching"
     FETCHING_PARTLY_ARRIVED = "fetching_partly_arrived"

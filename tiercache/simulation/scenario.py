@@ -14,6 +14,7 @@ from tiercache.types import PageLayout, Tier
 
 OPERATIONS: Mapping[str, float] = {
     "arrive": 18,
+    "crowd": 0.5,
     "proceed": 60,
     "pass_time": 8,
     "settle_one": 14,
@@ -23,7 +24,7 @@ OPERATIONS: Mapping[str, float] = {
     "lookup": 1.5,
     "evict_tier": 7,
     "evict_prefix": 2,
-    "resize": 3,
+    "resize": 5,
     "flush": 0.35,
     "flush_unrecorded": 0.25,
     "shutdown": 2.5,
@@ -42,7 +43,7 @@ FAULTS: Mapping[str, float] = {
     "read_fails_midway": 0.4,
     "corrupt": 0.45,
     "missing": 0.45,
-    "erase_fails": 0.1,
+    "erase_fails": 0.2,
     "step_fails": 0.03,
 }
 """Chance per job it can strike, or per computed step."""
@@ -75,8 +76,37 @@ class Scenario:
     chunk_pages: int
     fetch_deadline_seconds: float
     join_deadline_seconds: float
-    operations: Mapping[str, float]
+    time_steps: tuple[float | None, ...]
+    """Seconds that pass at a time; None until the next job ends."""
+    most_refetches: int
+    hot_prefixes: int
+    fresh_share: float
+    """Prompts that nobody asked for before."""
+    repeat_share: float
+    """Prompts, of the others, that somebody asks for right now."""
+    answer_pages: int
+    reserve_ahead: float
+    """Chance that a decoding request asks for a page before it needs it."""
+    prefetch_budget_fraction: float
+    operations: dict[str, float]
     faults: Mapping[str, float]
+
+    @property
+    def tier_shapes(self) -> tuple[str, ...]:
+        """How large HOST and DISK are beside DEVICE, in words."""
+        device = self.capacity_pages[Tier.DEVICE]
+        return tuple(
+            f"{tier.label} {_beside(self.capacity_pages.get(tier, 0), device)}"
+            for tier in (Tier.HOST, Tier.DISK)
+        )
+
+
+def _beside(pages: int, device_pages: int) -> str:
+    if not pages:
+        return "off"
+    if pages == device_pages:
+        return "equal to device"
+    return "smaller than device" if pages < device_pages else "larger than device"
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -105,6 +135,14 @@ def draw_scenario(seed: int) -> Scenario:
         chunk_pages=rng.randint(1, 3),
         fetch_deadline_seconds=rng.choice((0.0003, 0.001, 0.003)),
         join_deadline_seconds=rng.choice((0.001, 0.01, 1.0)),
+        time_steps=(None, None, None, 0.0005, 0.001, 0.01),
+        most_refetches=rng.randint(0, 2),
+        hot_prefixes=4,
+        fresh_share=0.1,
+        repeat_share=0.4,
+        answer_pages=3,
+        reserve_ahead=0.3,
+        prefetch_budget_fraction=rng.choice((0.0, 0.25, 1.0)),
         operations=_subset(rng, OPERATIONS, keep=0.75, always=ALWAYS),
         faults=_subset(rng, FAULTS, keep=0.6, always=frozenset()),
     )

@@ -9,14 +9,14 @@ import numpy as np
 
 from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease, Room
+from tiercache.prefetch import Prefetcher
 from tiercache.simulation.journal import Journal
 from tiercache.simulation.oracle import Oracle, OracleError
 from tiercache.simulation.process import Process
 from tiercache.simulation.requests import Request, Stage
 from tiercache.simulation.scenario import Scenario
+from tiercache.transfer import Move
 from tiercache.types import MissReason, SlotState, Tier, Tokens
-
-_MOST_REFETCHES = 2
 
 
 class Service:
@@ -40,6 +40,7 @@ class Service:
         self._journal = journal
         self._oracle = oracle
         self._next_serial = 0
+        self._prefetcher = Prefetcher(process.cache, scenario.prefetch_budget_fraction)
         self.requests: list[Request] = []
         self._admitted: list[Request] = []  # oldest first
         self.answered: deque[Tokens] = deque(maxlen=8)
@@ -50,7 +51,8 @@ class Service:
             serial=self._next_serial,
             namespace=namespace,
             tokens=tokens,
-            limit_tokens=tokens.size + self._rng.randint(1, 3 * self._page_tokens),
+            limit_tokens=tokens.size
+            + self._rng.randint(1, self._scenario.answer_pages * self._page_tokens),
         )
         self.requests.append(request)
         return request
@@ -58,7 +60,7 @@ class Service:
     def proceed(self, request: Request) -> None:
         """Takes `request` one small step further."""
         if request.lease is None:
-            if not self._follows(request):
+            if not self._follows(request) and not self._waits_for_reads(request):
                 self._start(request)
         elif request.stage is Stage.FETCHING:
             self._fetch(request, request.lease)
@@ -75,13 +77,17 @@ class Service:
         self._say(request, how)
         self.requests.remove(request)
         self.answered.append(np.array(request.known_tokens))
-        if request.lease is not None and release:
+        if request.lease is None:
+            self._prefetcher.left(str(request.serial))
+        elif release:
             self._let_go(request)
 
     def stage_of(self, request: Request) -> Stage:
         """Its stage, told apart by what is in flight for it."""
         lease = request.lease
         if lease is None:
+            if request.stage is Stage.QUEUED and self._is_prefetched(request):
+                return Stage.QUEUED_PREFETCHING
             return request.stage
         if request.stage is Stage.FETCHING:
             return self._fetching_stage(request, lease)
@@ -125,6 +131,13 @@ class Service:
             return False
         return True
 
+    def _is_prefetched(self, request: Request) -> bool:
+        return self._prefetcher.is_under_way(str(request.serial))
+
+    def _waits_for_reads(self, request: Request) -> bool:
+        """A queued request does better to wait for what is read ahead for it, and mostly does."""
+        return self._is_prefetched(request) and self._rng.random() < 0.8
+
     def _start(self, request: Request) -> None:
         fetch = request.give_up in (None, MissReason.BEING_COMPUTED)
         expected = self._oracle.usable(request.namespace, request.tokens, fetch=fetch)
@@ -133,7 +146,10 @@ class Service:
         )
         if isinstance(lease, Room):
             self._journal.count("room", lease.value)
+            if fetch:
+                self._prefetcher.begin(str(request.serial), request.namespace, request.tokens)
             return
+        self._prefetcher.started(str(request.serial))
         hits = {tier: pages * self._page_tokens for tier, pages in Counter(expected).items()}
         if dict(lease.books.hit_tokens) != hits:
             raise OracleError(f"hit {dict(lease.books.hit_tokens)}, by the model {hits}")
@@ -169,7 +185,7 @@ class Service:
             self._read(lease)
         elif fetch is Fetch.FAILED:
             request.refetches += 1
-            if request.refetches > _MOST_REFETCHES:
+            if request.refetches > self._scenario.most_refetches:
                 self._journal.count("given up", "load failed")
                 request.give_up = MissReason.LOAD_FAILED
             self._put_back(request)
@@ -206,7 +222,7 @@ class Service:
                 return
         if self._compute(request, lease, len(lease.tokens) - request.computed_tokens):
             self._say_token(request, lease)
-            if request in self.requests and self._rng.random() < 0.3:
+            if request in self.requests and self._rng.random() < self._scenario.reserve_ahead:
                 self._journal.count("reserve", f"ahead {self._cache.reserve(lease).value}")
 
     def _preempt(self, request: Request) -> bool:
@@ -215,7 +231,9 @@ class Service:
         if youngest is self._admitted[0]:
             self.end(request, "finished")
             return False
-        self._journal.count("preempted", self.stage_of(youngest))
+        has_answered = youngest.stage is Stage.DECODING
+        when = "decoding" if has_answered else "before its first token"
+        self._journal.count("preempted", when)
         self._put_back(youngest)
         return youngest is not request
 
@@ -295,8 +313,31 @@ class Service:
         assert request.lease is not None
         if request.stage is not Stage.FETCHING:
             self._read(request.lease)
+        loads = self._loads_for(request.lease)
         self._cache.release(request.lease)
+        for move, is_shared in loads:
+            self._count_given_up_load(move, is_shared)
         self._admitted.remove(request)
+
+    def _loads_for(self, lease: Lease) -> list[tuple[Move, bool]]:
+        """Open loads that the lease waits for, and whether somebody else does too."""
+        others = [one.awaited for one in self._cache.leases.values() if one is not lease]
+        wanted = np.concatenate([np.empty(0, np.int32), *others])
+        return [
+            (move, bool(np.isin(move.pages, wanted).any()))
+            for move in self._cache.moves.loads()
+            if np.isin(move.pages, lease.awaited).any()
+        ]
+
+    def _count_given_up_load(self, move: Move, is_shared: bool) -> None:
+        if move.serial not in self._cache.moves.open:
+            self._journal.count("waiters that left", "the last one, the load is taken back")
+            if is_shared:
+                raise OracleError("a load was taken back that others wait for")
+        elif is_shared:
+            self._journal.count("waiters that left", "others wait on")
+        else:
+            self._journal.count("waiters that left", "the last one, the load runs to its end")
 
     def _say(self, request: Request, line: str) -> None:
         self._journal.say(f"{self._clock.now_seconds():.4f} request {request.serial} {line}")

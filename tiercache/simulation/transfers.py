@@ -83,9 +83,11 @@ class SimulatedTransfers:
         for index, waiting in enumerate(lane):
             if waiting is job:
                 del lane[index]
+                self._journal.count("cancels", "before a worker began")
                 if isinstance(job, Move):
                     self._on_end(job, (PageOutcome.CANCELLED,) * int(job.pages.size))
                 return True
+        self._journal.count("cancels", "too late")
         return False
 
     def completions(self) -> list[Completion]:

@@ -15,16 +15,18 @@ import numpy as np
 from tiercache.clock import ManualClock
 from tiercache.lease import Lease, Room
 from tiercache.restore import remember
+from tiercache.simulation.focus import focused_scenario
 from tiercache.simulation.journal import Journal
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.simulation.oracle import Oracle, OracleError
 from tiercache.simulation.process import Process
 from tiercache.simulation.requests import Request, Stage
-from tiercache.simulation.scenario import Scenario, draw_scenario
 from tiercache.simulation.service import Service
 from tiercache.types import Tier, Tokens
 
-_HOT_PREFIXES = 4
+_HUNT_STRIKES = 0.8
+"""Chance of the hunted end in a step before which somebody is at its stage."""
+
 _PATIENCE_STEPS = {"abort": 120, "timeout": 120, "shutdown": 150, "kill": 150, "power_loss": 150}
 
 
@@ -32,7 +34,7 @@ class World:
     """Everything of one seed. `step` does one operation and raises OracleError if that broke it."""
 
     def __init__(self, seed: int, journal: Journal) -> None:
-        self.scenario: Scenario = draw_scenario(seed)
+        self.scenario, self.focus = focused_scenario(seed)
         self.journal = journal
         self._rng = Random(seed * 2 + 1)
         self._clock = ManualClock()
@@ -42,7 +44,8 @@ class World:
         self._store = SimulatedStore(disk_pages) if disk_pages else None
         self._namespaces = [bytes([65 + i]) * 32 for i in range(self.scenario.namespaces)]
         self._hot = [
-            self._random_tokens(self.scenario.longest_prompt_tokens) for _ in range(_HOT_PREFIXES)
+            self._random_tokens(self.scenario.longest_prompt_tokens)
+            for _ in range(self.scenario.hot_prefixes)
         ]
         self._seen_stages: set[Stage] = {Stage.QUEUED}
         self._put_off: dict[str, tuple[Stage, int]] = {}
@@ -53,6 +56,8 @@ class World:
     def step(self) -> None:
         name = self._choose()
         self.journal.count("operations", name)
+        for shape in self.scenario.tier_shapes:
+            self.journal.count("steps with", shape)
         getattr(self, f"_{name}")()
         self.process.verify()
 
@@ -61,6 +66,9 @@ class World:
         which there were fewest of its kind, so that each comes at every stage."""
         stages = set(map(self.service.stage_of, self.service.requests))
         self._seen_stages |= stages
+        hunt = self.focus.hunt
+        if hunt is not None and hunt.stage in stages and self._rng.random() < _HUNT_STRIKES:
+            return hunt.how
         for name, (stage, steps) in self._put_off.items():
             if not steps or stage in stages:
                 del self._put_off[name]
@@ -82,9 +90,19 @@ class World:
         if len(self.service.requests) >= self.scenario.most_requests:
             self._proceed()
             return
-        namespace = self._rng.choice(self._namespaces)
-        request = self.service.submit(namespace, self._draw_prompt())
+        self._submit(self._rng.choice(self._namespaces), self._draw_prompt())
+
+    def _crowd(self) -> None:
+        """As many as there is place for ask at once for the same that is stored already."""
+        namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
+        stored = self.process.cache.stored_tokens(namespace, tokens)
+        while len(self.service.requests) < self.scenario.most_requests:
+            self.service.proceed(self._submit(namespace, tokens[: stored + 1].copy()))
+
+    def _submit(self, namespace: bytes, tokens: Tokens) -> Request:
+        request = self.service.submit(namespace, tokens)
         self._say(f"request {request.serial} arrives with {request.tokens.tolist()}")
+        return request
 
     def _proceed(self) -> None:
         requests = self.service.requests
@@ -102,7 +120,10 @@ class World:
     def _end_somebody(self, how: str) -> None:
         """A request at the stage, of those that somebody is at, that ended so least often yet."""
         by_stage = {self.service.stage_of(one): one for one in self.service.requests}
-        if by_stage:
+        hunt = self.focus.hunt
+        if hunt is not None and how == hunt.how and hunt.stage in by_stage:
+            self._end(by_stage[hunt.stage], how)
+        elif by_stage:
             self._end(by_stage[self._rarest(how, by_stage)], how)
 
     def _rarest(self, how: str, stages: Iterable[Stage]) -> Stage:
@@ -124,7 +145,7 @@ class World:
         self.process.cache.tick()
 
     def _pass_time(self) -> None:
-        seconds = self._rng.choice((None, None, None, 0.0005, 0.001, 0.01))
+        seconds = self._rng.choice(self.scenario.time_steps)
         self.process.transfers.pass_time(seconds)
 
     def _settle_one(self) -> None:
@@ -258,20 +279,20 @@ class World:
 
     def _draw_prompt(self) -> Tokens:
         """A hot prefix, as it is or parting somewhere, what others ask or asked for, or new."""
-        dice = self._rng.random()
         longest = self.scenario.longest_prompt_tokens
         length = max(self._rng.randint(1, longest), self._rng.randint(1, longest))
-        if dice < 0.4:
-            tokens = self._rng.choice(self._hot)[:length].copy()
-            if self._rng.random() < 0.3:
-                at = self._rng.randrange(length)
-                tokens[at:] = self._random_tokens(length - at)
-            return tokens
-        if dice < 0.75 and self.service.requests:
+        if self._rng.random() < self.scenario.fresh_share:
+            return self._random_tokens(length)
+        dice = self._rng.random()
+        if dice < self.scenario.repeat_share and self.service.requests:
             return self._rng.choice(self.service.requests).tokens[:longest].copy()
-        if dice < 0.9 and self.service.answered:
+        if dice > 0.85 and self.service.answered:
             return self._rng.choice(self.service.answered)[:longest].copy()
-        return self._random_tokens(length)
+        tokens = self._rng.choice(self._hot)[:length].copy()
+        if self._rng.random() < 0.3:
+            at = self._rng.randrange(length)
+            tokens[at:] = self._random_tokens(length - at)
+        return tokens
 
     def _random_tokens(self, count: int) -> Tokens:
         values = [self._rng.randrange(self.scenario.vocabulary) for _ in range(count)]
