@@ -176,8 +176,12 @@ class DiskMaps:
         """The readable entries of a generation, parents before children."""
         return parents_first((entry for _, entry in self.scan()), generation)
 
-    def put_entries(self, entries: Collection[Entry]) -> None:
+    def put_entries(self, entries: Collection[Entry], drop: Collection[bytes] = ()) -> None:
+        """Deletes the entries of `drop` and stores new ones, in one transaction."""
+
         def change(txn: Transaction) -> None:
+            for key in drop:
+                txn.delete(key, db=self._entries)
             for entry in entries:
                 txn.put(entry.record.key, entry.pack(), db=self._entries)
 

@@ -1,7 +1,14 @@
 """What changes a store, one caller at a time: pages admitted, written, deleted, their room reused.
 
-A commit waits for the medium, so payloads whose entries are gone are deleted in the transaction
-that stores the next ones, and their room is used from the one after that.
+A commit waits for the medium, so a batch that replaces another has two of them and not four:
+
+    payloads   deletes those whose entries the commit before took away, stores the new ones
+    entries    takes away those of pages that were given up, stores the new ones
+
+Pages that were given up are gone for every caller at once; their entries wait for the next write,
+for `CHUNK_PAGES` of them, or for the end. A process that is killed before leaves them whole. The
+room of a payload is used again two commits after its deletion, so never before its entry is gone
+for good.
 """
 
 from __future__ import annotations
@@ -30,12 +37,20 @@ class StoreWriter:
         self._floor_bytes = parts.free_space_floor_bytes
         self.generation = parts.meta.generation
         self.may_hold_old_generations = False
+        self.given_up: set[bytes] = set()
+        """Pages that are gone for every caller and have their entries still."""
         self._orphans: set[bytes] = set()
         """Payloads that no entry names any more, or yet."""
+
+    def count(self) -> int:
+        """Pages stored, of any generation."""
+        return self._maps.count() - len(self.given_up)
 
     def write(self, batch: Pages) -> dict[bytes, WriteOutcome]:
         """What became of the pages of this generation that were not there yet, by key."""
         new = self._absent([page for page in batch if page[0].generation == self.generation])
+        if not self.given_up.isdisjoint(new):  # an old entry must not name a new payload
+            self._take_entries_away()
         headless = self._headless(new)
         wanted = self._forms.encode([page for key, page in new.items() if key not in headless])
         fitting = self._fitting(wanted)
@@ -52,41 +67,36 @@ class StoreWriter:
         """Keys of those whose parent is neither stored nor comes before them."""
         headed: set[bytes] = set()
         for key, (record, _) in new.items():
-            if record.depth == 0 or record.parent in headed or self._is_stored(record.parent):
+            if record.depth == 0 or record.parent in headed or self._known(record.parent):
                 headed.add(key)
         return new.keys() - headed
 
-    def _is_stored(self, key: bytes) -> bool:
+    def _known(self, key: bytes) -> PageRecord | None:
+        """The record of a page of this generation that is stored."""
         try:
-            known = self._maps.entry(key)
+            known = None if key in self.given_up else self._maps.entry(key)
         except PageCorrupt:
-            return False
-        return known is not None and known.record.generation == self.generation
+            return None
+        is_served = known is not None and known.record.generation == self.generation
+        return known.record if known is not None and is_served else None
 
     def _is_there(self, record: PageRecord) -> bool:
         """Whether this very page can be read. An entry of another generation serves nobody, so its
         payload may be replaced under it.
         """
-        try:
-            known = self._maps.entry(record.key)
-        except PageCorrupt:
-            return False
-        return (
-            known is not None
-            and known.record.generation == self.generation
-            and is_same_page(known.record, record)
-        )
+        known = self._known(record.key)
+        return known is not None and is_same_page(known, record)
 
     def _fitting(self, pages: list[tuple[Entry, Bytes]]) -> list[tuple[Entry, Bytes]]:
         """The first of `pages`, as many as there is room for."""
-        lacking = self._maps.count() + len(pages) - self._room.capacity_pages
+        lacking = self.count() + len(pages) - self._room.capacity_pages
         if lacking > 0 and self.may_hold_old_generations:
             lacking -= self.drop_old_generations(max(lacking, CHUNK_PAGES))
         fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
         wanted_leaves = sum(run_leaves(entry.payload_bytes) for entry, _ in fitting)
         left = self._room.payload_leaves - self._maps.payload_leaves()
-        if left < wanted_leaves and self._orphans:
-            self.delete_orphans()
+        if left < wanted_leaves and self._owes_room:
+            self.clear_up()
             left = self._room.payload_leaves - self._maps.payload_leaves()
         for index, (entry, _) in enumerate(fitting):
             left -= run_leaves(entry.payload_bytes)
@@ -96,7 +106,7 @@ class StoreWriter:
 
     def may_grow_by(self, pages: int) -> bool:
         """Whether the file system keeps its floor with this many pages more."""
-        wanted_bytes = self._room.pages_file_bytes(self._maps.count() + pages)
+        wanted_bytes = self._room.pages_file_bytes(self.count() + pages)
         growth_bytes = wanted_bytes - self._folder.data_bytes(PAGES)
         return growth_bytes <= 0 or self._folder.free_bytes() - growth_bytes >= self._floor_bytes
 
@@ -109,14 +119,15 @@ class StoreWriter:
         keys = {entry.record.key for entry, _ in pages}
         try:
             self._put_payloads([(entry.record.key, payload) for entry, payload in pages])
-            self._maps.put_entries([entry for entry, _ in pages])
+            self._maps.put_entries([entry for entry, _ in pages], drop=self.given_up)
         except TierError as error:
             with contextlib.suppress(TierError):
-                self.delete_orphans()
+                self.clear_up()
             if not isinstance(error, TierFull):
                 raise
             return WriteOutcome.NO_SPACE if is_no_space(error) else WriteOutcome.FULL
         self._orphans -= keys
+        self._entries_are_gone()
         return WriteOutcome.WRITTEN
 
     def _put_payloads(self, payloads: list[tuple[bytes, Bytes]]) -> None:
@@ -127,28 +138,45 @@ class StoreWriter:
         try:
             self._maps.put_payloads(payloads, drop=stale)
         except TierFull as error:
-            if not stale or is_no_space(error):
+            if not self._owes_room or is_no_space(error):
                 raise
-            self._maps.delete_payloads(stale)
+            self.clear_up()
+            self._orphans |= new
             self._maps.put_payloads(payloads)
         self._orphans -= stale
 
     def delete(self, keys: list[bytes]) -> None:
-        self._maps.delete_entries(keys)
-        self._orphans.update(keys)
-        if len(self._orphans) > CHUNK_PAGES:
-            self.delete_orphans()
+        """Gives pages up; see the module for when that reaches the medium."""
+        self.given_up.update(key for key in keys if self._maps.has_entry(key))
+        if len(self.given_up) + len(self._orphans) > CHUNK_PAGES:
+            self.clear_up()
 
-    def delete_orphans(self) -> None:
-        if not self._orphans:
-            return
-        self._maps.delete_payloads(self._orphans)
-        self._orphans.clear()
+    @property
+    def _owes_room(self) -> bool:
+        return bool(self.given_up or self._orphans)
+
+    def clear_up(self) -> None:
+        """Deletes what was given up, and every payload without an entry."""
+        self._take_entries_away()
+        if self._orphans:
+            self._maps.delete_payloads(self._orphans)
+            self._orphans.clear()
+
+    def _take_entries_away(self) -> None:
+        if self.given_up:
+            self._maps.delete_entries(self.given_up)
+            self._entries_are_gone()
+
+    def _entries_are_gone(self) -> None:
+        self._orphans |= self.given_up
+        self.given_up.clear()
 
     def drop_old_generations(self, limit_pages: int) -> int:
+        self._take_entries_away()
         with contextlib.closing(self._maps.scan()) as found:
             old = (k for k, e in found if e is None or e.record.generation != self.generation)
             keys = list(islice(old, limit_pages))
-        self.delete(keys)
+        self.given_up.update(keys)
+        self._take_entries_away()
         self.may_hold_old_generations = len(keys) == limit_pages
         return len(keys)
