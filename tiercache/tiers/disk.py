@@ -41,7 +41,8 @@ from tiercache.tiers.disk_format import (
     misfit,
 )
 from tiercache.tiers.disk_gate import Gate
-from tiercache.tiers.store import Pages
+from tiercache.tiers.disk_table import RecordTable
+from tiercache.tiers.store import Pages, read_each
 from tiercache.types import Bytes, PageLayout
 
 if TYPE_CHECKING:
@@ -153,10 +154,17 @@ class DiskStore:
 
     def records(self) -> list[PageRecord]:
         """Every page of this generation, parents before children."""
+        return list(self.table().records())
+
+    def table(self) -> RecordTable:
+        """The same, as columns."""
         with self._gate:
             given_up = frozenset(self._writer.given_up)
-            found = self._maps.entries_of(self.generation)
-            return [entry.record for entry in found if entry.record.key not in given_up]
+            table = self._maps.table(self.page_tokens)
+        table = table.only(table.entries["generation"] == self.generation)
+        if given_up:
+            table = table.only(np.array([key not in given_up for key in table.key_list], np.bool_))
+        return table.parents_first()
 
     def read_into(self, page: PageIdentity, out: Bytes) -> None:
         """Copies a page's bytes into `out` (uint8 [page_bytes]) and verifies them there.
@@ -183,16 +191,7 @@ class DiskStore:
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
         """Reads each page into its row, as `read_into` does; a bad page is an outcome."""
-        outcomes = []
-        for record, row in wanted:
-            try:
-                self.read_into(record, row)
-                outcomes.append(ReadOutcome.READ)
-            except KeyError:
-                outcomes.append(ReadOutcome.MISSING)
-            except PageCorrupt:
-                outcomes.append(ReadOutcome.CORRUPT)
-        return outcomes
+        return read_each(self.read_into, wanted)
 
     def write(self, batch: Pages) -> list[WriteOutcome]:
         """Stores pages, parents before children, and says for each what became of it.

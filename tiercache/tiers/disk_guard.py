@@ -21,6 +21,7 @@ from tiercache.tiers.disk_breaker import Breaker
 from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.disk_pace import Pace, Scrubber
+from tiercache.tiers.disk_table import RecordTable
 from tiercache.tiers.store import Pages, PageStore
 
 log = logging.getLogger("tiercache.disk")
@@ -123,6 +124,10 @@ class GuardedStore:
     def records(self) -> list[PageRecord]:
         with self._through(self._reads):
             return self._store.records()
+
+    def table(self) -> RecordTable:
+        with self._through(self._reads):
+            return self._store.table()
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
         self._read_pace.take(sum(row.size for _, row in wanted))
@@ -228,7 +233,7 @@ class GuardedStore:
             self._store.probe()
             if self._store.generation < self.generation:
                 self._store.set_generation(self.generation)
-            keys = frozenset(record.key for record in self._store.records())
+            keys = frozenset(self._store.table().key_list)
         except TierLost as error:
             self._lose(str(error))
         except (TierCacheError, OSError) as error:

@@ -98,6 +98,6 @@ class Scrubber:
             self._stopping.wait(_AT_REST_SECONDS)
 
     def _batches(self) -> Iterator[list[bytes]]:
-        keys = [record.key for record in self._store.records()]
+        keys = self._store.table().key_list
         step = self._pages_at_once
         return (keys[first : first + step] for first in range(0, len(keys), step))
