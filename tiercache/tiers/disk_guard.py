@@ -100,6 +100,8 @@ class GuardedStore:
 
     def take_return(self) -> frozenset[bytes] | None:
         keys, self._returned = self._returned, None
+        if self._store.generation < self.generation:
+            return None  # flushed since it was looked at: it is looked at again
         if keys is not None:
             self._reads.close()
             self._writes.close()
@@ -154,12 +156,17 @@ class GuardedStore:
             self._store.touch(updates)
 
     def set_generation(self, generation: int) -> None:
-        """Where this fails, the generation is owed: it is written before the store is used again,
-        or at the latest before it is closed.
+        """Where this fails, the generation is owed: nothing is read or written until it has been
+        recorded, which is tried again and again, and at the latest before the store is closed.
         """
         self.generation = generation
-        with self._through(self._writes):
-            self._store.set_generation(generation)
+        try:
+            with self._through(self._writes):
+                self._store.set_generation(generation)
+        except TierError as error:
+            for breaker in (self._reads, self._writes):
+                breaker.open(f"a flush could not be recorded: {error}")
+            raise
 
     def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
         with self._through(self._reads):
