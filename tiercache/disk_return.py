@@ -1,8 +1,9 @@
 """The books and a disk store that was out of reach for a while, brought into step again.
 
-While DISK was offline, or detached because it could not record a flush, the catalog may have given up copies that the store still has, and the store
-may have been opened anew with fewer. Both are settled before it is used again: copies that are not
-there are dropped, records that nobody stands for are erased.
+While DISK was offline, or detached because it could not record a flush, the catalog may have given
+up copies that the store still has, and the store may have been opened anew with fewer. Both are
+settled before it is used again: copies that are not there are dropped, records that nobody stands
+for are erased.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,15 +236,22 @@ class DiskMaps:
             return set(txn.cursor().iternext(values=False))
 
     def put_payloads(
-        self, payloads: Collection[tuple[bytes, Bytes]], drop: Collection[bytes] = ()
+        self,
+        payloads: Collection[tuple[bytes, Bytes]],
+        drop: Collection[bytes] = (),
+        before_commit: Callable[[], object] = lambda: None,
     ) -> None:
-        """Deletes the payloads of `drop` and stores new ones, in one transaction."""
+        """Deletes the payloads of `drop` and stores new ones, in one transaction.
+
+        `before_commit` is called, perhaps more than once, when only the medium is waited for.
+        """
 
         def change(txn: Transaction) -> None:
             for key in drop:
                 txn.delete(key)
             for key, payload in payloads:
                 txn.put(key, payload)
+            before_commit()
 
         with translated("writing payloads"):
             commit(self._pages, change)

@@ -14,12 +14,15 @@ for good.
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable
 from itertools import islice
 
 from tiercache.errors import PageCorrupt, TierError, TierFull
 from tiercache.tiers.disk_facts import CHUNK_PAGES, WriteOutcome, is_no_space
 from tiercache.tiers.disk_folder import PAGES
 from tiercache.tiers.disk_format import Entry, PageRecord, is_same_page
+from tiercache.tiers.disk_forms import Form
 from tiercache.tiers.disk_opening import StoreParts
 from tiercache.tiers.disk_room import run_leaves
 from tiercache.tiers.store import Pages
@@ -55,8 +58,8 @@ class StoreWriter:
         wanted = self._forms.encode([page for key, page in new.items() if key not in headless])
         fitting = self._fitting(wanted)
         outcome = self._store(fitting)
-        outcomes = dict.fromkeys((entry.record.key for entry, _ in wanted), WriteOutcome.FULL)
-        outcomes |= dict.fromkeys((entry.record.key for entry, _ in fitting), outcome)
+        outcomes = dict.fromkeys((form.record.key for form in wanted), WriteOutcome.FULL)
+        outcomes |= dict.fromkeys((form.record.key for form in fitting), outcome)
         return outcomes | dict.fromkeys(headless, WriteOutcome.NO_PARENT)
 
     def _absent(self, pages: Pages) -> dict[bytes, tuple[PageRecord, Bytes]]:
@@ -87,19 +90,19 @@ class StoreWriter:
         known = self._known(record.key)
         return known is not None and is_same_page(known, record)
 
-    def _fitting(self, pages: list[tuple[Entry, Bytes]]) -> list[tuple[Entry, Bytes]]:
+    def _fitting(self, pages: list[Form]) -> list[Form]:
         """The first of `pages`, as many as there is room for."""
         lacking = self.count() + len(pages) - self._room.capacity_pages
         if lacking > 0 and self.may_hold_old_generations:
             lacking -= self.drop_old_generations(max(lacking, CHUNK_PAGES))
         fitting = pages[: max(len(pages) - max(lacking, 0), 0)]
-        wanted_leaves = sum(run_leaves(entry.payload_bytes) for entry, _ in fitting)
+        wanted_leaves = sum(run_leaves(form.payload.size) for form in fitting)
         left = self._room.payload_leaves - self._maps.payload_leaves()
         if left < wanted_leaves and self._owes_room:
             self.clear_up()
             left = self._room.payload_leaves - self._maps.payload_leaves()
-        for index, (entry, _) in enumerate(fitting):
-            left -= run_leaves(entry.payload_bytes)
+        for index, form in enumerate(fitting):
+            left -= run_leaves(form.payload.size)
             if left < 0:
                 return fitting[:index]
         return fitting
@@ -110,16 +113,20 @@ class StoreWriter:
         growth_bytes = wanted_bytes - self._folder.data_bytes(PAGES)
         return growth_bytes <= 0 or self._folder.free_bytes() - growth_bytes >= self._floor_bytes
 
-    def _store(self, pages: list[tuple[Entry, Bytes]]) -> WriteOutcome:
-        """Commits payloads, then entries. WRITTEN, or why nothing was stored."""
-        if not pages:
+    def _store(self, forms: list[Form]) -> WriteOutcome:
+        """Commits payloads, then entries. WRITTEN, or why nothing was stored.
+
+        Checksums are computed while the medium is waited for.
+        """
+        if not forms:
             return WriteOutcome.WRITTEN
-        if not self.may_grow_by(len(pages)):
+        if not self.may_grow_by(len(forms)):
             return WriteOutcome.NO_SPACE
-        keys = {entry.record.key for entry, _ in pages}
+        keys = {form.record.key for form in forms}
+        entries = _Later(lambda: [form.entry() for form in forms])
         try:
-            self._put_payloads([(entry.record.key, payload) for entry, payload in pages])
-            self._maps.put_entries([entry for entry, _ in pages], drop=self.given_up)
+            self._put_payloads([(form.record.key, form.payload) for form in forms], entries.begin)
+            self._maps.put_entries(entries.result(), drop=self.given_up)
         except TierError as error:
             with contextlib.suppress(TierError):
                 self.clear_up()
@@ -130,19 +137,21 @@ class StoreWriter:
         self._entries_are_gone()
         return WriteOutcome.WRITTEN
 
-    def _put_payloads(self, payloads: list[tuple[bytes, Bytes]]) -> None:
+    def _put_payloads(
+        self, payloads: list[tuple[bytes, Bytes]], before_commit: Callable[[], None]
+    ) -> None:
         """Until their entries are committed the new payloads are orphans too."""
         new = {key for key, _ in payloads}
         stale = self._orphans - new
         self._orphans |= new
         try:
-            self._maps.put_payloads(payloads, drop=stale)
+            self._maps.put_payloads(payloads, stale, before_commit)
         except TierFull as error:
             if not self._owes_room or is_no_space(error):
                 raise
             self.clear_up()
             self._orphans |= new
-            self._maps.put_payloads(payloads)
+            self._maps.put_payloads(payloads, (), before_commit)
         self._orphans -= stale
 
     def delete(self, keys: list[bytes]) -> None:
@@ -180,3 +189,25 @@ class StoreWriter:
         self._take_entries_away()
         self.may_hold_old_generations = len(keys) == limit_pages
         return len(keys)
+
+
+class _Later:
+    """Entries computed on a thread of their own, once begun. Does nothing until then."""
+
+    def __init__(self, compute: Callable[[], list[Entry]]) -> None:
+        self._compute = compute
+        self._entries: list[Entry] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tiercache-checksums")
+            self._thread.start()
+
+    def result(self) -> list[Entry]:
+        assert self._thread is not None
+        self._thread.join()
+        return self._entries
+
+    def _run(self) -> None:
+        self._entries = self._compute()
