@@ -218,8 +218,8 @@ def cold_reads(folder: Path, rows: np.ndarray, size: int) -> dict[str, float]:
     store.close()
     rates: dict[str, list[float]] = {"store": [], "o_direct_file": []}
     for _ in range(ROUNDS):
-        _forget(folder / "cold" / "pages" / "data.mdb")
-        _forget(folder / "cold" / "index" / "data.mdb")
+        forget(folder / "cold" / "pages" / "data.mdb")
+        forget(folder / "cold" / "index" / "data.mdb")
         store = Store(folder / "cold", rows, size, Durability.RELAXED)
 
         def read(which: Sequence[int], out: np.ndarray, store: Store = store) -> None:
@@ -255,7 +255,7 @@ def _parallel(
     return pages * page_bytes / (time.perf_counter() - started) / 1e6
 
 
-def _forget(path: Path) -> None:
+def forget(path: Path) -> None:
     """Drops a file from the page cache. Nobody may have it mapped."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -197,9 +197,9 @@ def _mark_phases(store: DiskStore, phase: mmap.mmap, choice: random.Random) -> N
         phase[0] = BETWEEN
         time.sleep(choice.random() * 0.001)
 
-    def marked_entries(entries: Any) -> None:
+    def marked_entries(entries: Any, drop: Any = ()) -> None:
         phase[0] = ENTRIES
-        put_entries(entries)
+        put_entries(entries, drop)
         phase[0] = OUTSIDE
 
     maps.put_payloads = marked_payloads  # type: ignore[method-assign]

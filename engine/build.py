@@ -114,7 +114,7 @@ def _join(
         clock=clock,
     )
     if store is not None:
-        pages = restore(cache, store.records())
+        pages = restore(cache, store.table())
         log.info("DISK: %d pages (%d tokens) found", pages, pages * layout.page_tokens)
     turns = Turns(
         model,

@@ -413,9 +413,9 @@ class TierCache:
         """Stops using DISK: its copies are forgotten, its records left as they are.
 
         For a store that cannot record a new generation; what it holds must not be served again.
+        `disk_return.take` uses it again once the generation is recorded.
         """
         self.disk_detached = True
-        self.writes.pop(Tier.DISK, None)
         columns = self.catalog.tiers[Tier.DISK]
         filling = columns.slot_page[columns.slot_state == int(SlotState.FILLING)]
         self.catalog.retire(Tier.DISK, filling)  # freed when their writes have ended
@@ -604,7 +604,7 @@ class TierCache:
         )
 
     def _is_disk_offline(self) -> bool:
-        return bool(self.disk_health.writes_trouble)
+        return self.disk_detached or bool(self.disk_health.writes_trouble)
 
     def _on_evictable(self, tier: Tier, pages: PageIds) -> None:
         queue = self.queues.get(tier)

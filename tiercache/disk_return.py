@@ -1,8 +1,9 @@
 """The books and a disk store that was out of reach for a while, brought into step again.
 
-While DISK was offline the catalog may have given up copies that the store still has, and the store
-may have been opened anew with fewer. Both are settled before it is used again: copies that are not
-there are dropped, records that nobody stands for are erased.
+While DISK was offline, or detached because it could not record a flush, the catalog may have given
+up copies that the store still has, and the store may have been opened anew with fewer. Both are
+settled before it is used again: copies that are not there are dropped, records that nobody stands
+for are erased.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def take(cache: TierCache) -> None:
     if (bad := cache.disk_health.take_bad()) and not cache.disk_detached:
         _drop_bad(cache, bad)
     stored = cache.disk_health.take_return()
-    if stored is None or cache.disk_detached:
+    if stored is None:
         return
+    cache.disk_detached = False  # no store returns that owes a generation
     columns = cache.catalog.tiers[Tier.DISK]
     pages = columns.slot_page[columns.slot_page != NO_PAGE]
     key_of = {page: cache.key_of(page) for page in pages.tolist()}

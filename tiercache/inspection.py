@@ -203,7 +203,7 @@ def _tier_snapshot(cache: TierCache, tier: Tier) -> TierSnapshot:
         health = cache.disk_health
         reason = health.reads_trouble or health.writes_trouble or reason
     if tier is Tier.DISK and cache.disk_detached:
-        reason = "detached: the last flush could not be recorded on disk; restart to use it again"
+        reason = "detached: until the last flush is recorded on disk; " + reason
     return TierSnapshot(
         tier=tier,
         capacity_bytes=limits.capacity_bytes * columns.capacity_pages // limits.capacity_pages,

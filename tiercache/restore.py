@@ -2,117 +2,100 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from tiercache.cache import TierCache
-from tiercache.keys import KEY_BYTES, root_key
 from tiercache.tiers.disk_format import PageRecord
-from tiercache.tree import Match, Node
-from tiercache.types import NO_PAGE, SlotState, Tier
+from tiercache.tiers.disk_table import NOBODY, RecordTable
+from tiercache.tree import Match
+from tiercache.types import NO_PAGE, PageIds, SlotState, Tier
 
 _NOTHING = np.empty(0, np.int32)
 
 
-def restore(cache: TierCache, records: Sequence[PageRecord]) -> int:
-    """Enters `records` as DISK pages of an empty cache; returns how many pages it took.
+def restore(cache: TierCache, found: RecordTable | Sequence[PageRecord]) -> int:
+    """Enters records as DISK pages of an empty cache; returns how many pages it took.
 
     Keeps the most recently used that the tier has room for, never a page without its parent; the
-    others, and records of other generations, are erased from the store.
+    others, and records of other generations, are erased from the store. Costs microseconds a page.
     """
-    kept, dropped = _choose(cache, records)
-    if dropped:
-        cache.moves.erase_records(tuple(record.key for record in dropped))
-    children: dict[bytes, list[PageRecord]] = defaultdict(list)
-    for record in kept:
-        children[record.parent].append(record)
-    pages: list[int] = []
-    for namespace in {record.namespace for record in kept}:
-        root = cache.tree.ensure_root(namespace, cache.generation)
-        pages += _hang(cache, root, root_key(namespace), children)
+    table = found if isinstance(found, RecordTable) else RecordTable.of_records(found)
+    is_kept = _choose(cache, table)
+    kept = table if is_kept.all() else table.only(is_kept)
+    if kept is not table:
+        cache.moves.erase_records(tuple(table.only(~is_kept).key_list))
+    if not len(kept):
+        return 0
+    pages = cache.catalog.new_pages(len(kept))
+    _note(cache, kept, pages)
+    _hang(cache, kept, pages)
+    cache.catalog.begin_fill(Tier.DISK, pages)
+    cache.catalog.commit(Tier.DISK, pages)
     _score(cache, pages)
-    return len(pages)
+    return len(kept)
 
 
-def _choose(
-    cache: TierCache, records: Sequence[PageRecord]
-) -> tuple[list[PageRecord], list[PageRecord]]:
-    """What fits, newest use first, and never a page without its parent."""
-    last_use = _last_use(records)
+def _choose(cache: TierCache, table: RecordTable) -> np.ndarray:
+    """Which rows fit, newest use first, and never a page without its parent: a mask.
+
+    A parent is used when its child is, so the newest are whole paths.
+    """
     capacity_pages = cache.catalog.tiers[Tier.DISK].capacity_pages
-    known: set[bytes] = set()
-    kept: list[PageRecord] = []
-    dropped: list[PageRecord] = []
-    for record in sorted(records, key=lambda r: (-last_use[r.key], r.depth)):
-        has_head = record.depth == 0 or record.parent in known
-        if len(kept) < capacity_pages and has_head and record.generation == cache.generation:
-            kept.append(record)
-            known.add(record.key)
-        else:
-            dropped.append(record)
-    return kept, dropped
+    entries = table.entries
+    headed = np.flatnonzero(table.with_a_head(entries["generation"] == cache.generation))
+    last_use = table.last_use_seconds()[headed]
+    newest_first = headed[np.lexsort((entries["depth"][headed], -last_use))]
+    kept = np.zeros(len(table), np.bool_)
+    kept[newest_first[:capacity_pages]] = True
+    return kept
 
 
-def _last_use(records: Sequence[PageRecord]) -> dict[bytes, float]:
-    """Last use by key. A page was used whenever one below it was, also where its own record is
-    older, since a record is not written anew with each use."""
-    last_use = {record.key: record.last_use_seconds for record in records}
-    for record in sorted(records, key=lambda r: -r.depth):
-        if record.depth:
-            above = last_use.get(record.parent, 0.0)
-            last_use[record.parent] = max(above, last_use[record.key])
-    return last_use
-
-
-def _hang(
-    cache: TierCache, root: Node, key: bytes, children: dict[bytes, list[PageRecord]]
-) -> list[int]:
-    """Hangs everything below `root`, a run of only children at a time."""
-    placed: list[int] = []
-    todo: list[tuple[int, bytes]] = [(NO_PAGE, key)]
-    while todo:
-        parent, key = todo.pop()
-        for first in children.get(key, ()):
-            run = _run_from(first, children)
-            ids = cache.catalog.new_pages(len(run))
-            tokens = np.frombuffer(b"".join(record.tokens for record in run), "<i4")
-            end = (
-                cache.tree.end_at(parent) if parent != NO_PAGE else Match(_NOTHING, root, 0, False)
-            )
-            cache.tree.extend(end, tokens.astype(np.int32), ids)
-            _enter(cache, ids, parent, run)
-            placed += ids.tolist()
-            todo.append((int(ids[-1]), run[-1].key))
-    return placed
-
-
-def _run_from(first: PageRecord, children: dict[bytes, list[PageRecord]]) -> list[PageRecord]:
-    """`first` and the only children that follow it, up to the first fork or end."""
-    run = [first]
-    below = children.get(first.key, [])
-    while len(below) == 1:
-        run.append(below[0])
-        below = children.get(below[0].key, [])
-    return run
-
-
-def _enter(cache: TierCache, ids: np.ndarray, parent: int, run: list[PageRecord]) -> None:
+def _note(cache: TierCache, kept: RecordTable, pages: PageIds) -> None:
     catalog = cache.catalog
-    catalog.attach(ids, parent, run[0].depth)
-    cache.introduce(run[0].namespace, cache.generation, ids)
-    catalog.hits[ids] = [record.hits for record in run]
-    catalog.last_use_seconds[ids] = [record.last_use_seconds for record in run]
-    keys = np.frombuffer(b"".join(record.key for record in run), np.uint8)
-    catalog.key[ids] = keys.reshape(len(run), KEY_BYTES)
-    catalog.begin_fill(Tier.DISK, ids)
-    catalog.commit(Tier.DISK, ids)
+    catalog.hits[pages] = kept.entries["hits"]
+    catalog.last_use_seconds[pages] = kept.entries["last_use_seconds"]
+    catalog.key[pages] = kept.keys
 
 
-def _score(cache: TierCache, pages: list[int]) -> None:
+def _hang(cache: TierCache, kept: RecordTable, pages: PageIds) -> None:
+    """Puts everything into the tree, a run of only children at a time, parents first."""
+    entries, parent_rows = kept.entries, kept.parent_rows
+    for rows in _runs(kept):
+        run, first = pages[rows], rows[0]
+        namespace = entries["namespace"][first].tobytes()
+        root = cache.tree.ensure_root(namespace, cache.generation)
+        parent = NO_PAGE
+        end = Match(_NOTHING, root, 0, False)
+        if (above := parent_rows[first]) != NOBODY:
+            parent = int(pages[above])
+            end = cache.tree.end_at(parent)
+        cache.tree.extend(end, entries["tokens"][rows].astype(np.int32).ravel(), run)
+        cache.catalog.attach(run, parent, int(entries["depth"][first]))
+        cache.introduce(namespace, cache.generation, run)
+
+
+def _runs(kept: RecordTable) -> Iterator[list[int]]:
+    """Rows in runs: from a root or a fork along only children to the next fork or end."""
+    parent_rows = kept.parent_rows
+    has_parent = parent_rows != NOBODY
+    children = np.bincount(parent_rows[has_parent], minlength=len(kept))
+    only_child = np.full(len(kept), NOBODY)
+    only_child[parent_rows[has_parent]] = np.flatnonzero(has_parent)
+    only_child[children != 1] = NOBODY
+    begins_run = ~has_parent | (children[parent_rows] != 1)
+    following = only_child.tolist()
+    firsts = np.flatnonzero(begins_run)
+    for first in firsts[np.argsort(kept.entries["depth"][firsts], kind="stable")].tolist():
+        run = [first]
+        while (below := following[run[-1]]) != NOBODY:
+            run.append(below)
+        yield run
+
+
+def _score(cache: TierCache, ids: PageIds) -> None:
     """Replays the stored order of use, oldest first, so that eviction goes on where it was."""
-    ids = np.array(pages, np.int32)
     times = cache.catalog.last_use_seconds[ids]
     order = np.argsort(times, kind="stable")
     edges = np.flatnonzero(np.diff(times[order])) + 1

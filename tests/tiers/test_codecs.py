@@ -169,7 +169,7 @@ def test_rot_in_a_compressed_page_is_found(path: Path) -> None:
     (record,) = chain(1)
     with opened_as(path, "lossless") as store:
         put(store, [record])
-        stored = store._forms.encode([(record, page_of(record))])[0][1].tobytes()
+        stored = store._forms.encode([(record, page_of(record))])[0].payload.tobytes()
     file = path / "pages" / "data.mdb"
     raw = bytearray(file.read_bytes())
     raw[raw.index(stored) + len(stored) // 2] ^= 1

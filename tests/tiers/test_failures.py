@@ -130,6 +130,48 @@ def test_a_medium_that_takes_no_writes_goes_on_serving_hits(rig: CacheRig, path:
     assert hits_from_disk(rig, 10) > 0
 
 
+def test_a_flush_that_disk_cannot_record_keeps_it_away_until_it_is_recorded(
+    rig: CacheRig, path: Path
+) -> None:
+    store_prompts(rig, range(4))
+    with no_file_longer_than(0):
+        report = rig.cache.flush()
+        assert report.detached == (Tier.DISK,)
+        store_prompts(rig, range(4, 6))
+        assert disk_health(rig).startswith("detached")
+        assert rig.cache.catalog.tiers[Tier.DISK].held_count == 0
+        assert not disk_is_back(rig)
+    until(lambda: disk_is_back(rig))
+    rig.settle()
+    assert disk_health(rig) == ""
+    assert rig.cache.store is not None
+    assert rig.cache.store.generation == rig.cache.generation == report.generation
+    for seed in range(4):
+        assert rig.cache.lookup(b"n" * 32, prompt(seed)).matched_tokens == 0
+    store_prompts(rig, range(6, 12))
+    assert hits_from_disk(rig, 6) > 0
+
+
+def test_records_that_could_not_be_erased_are_erased_when_disk_is_back(path: Path) -> None:
+    def open_store() -> StoreProcess:
+        return in_process(path, page_bytes=128, capacity_bytes=MIB)
+
+    with contextlib.closing(GuardedStore(open_store, SETTINGS)) as store:
+        capacity_pages = {Tier.DEVICE: 12, Tier.HOST: 8, Tier.DISK: 40}
+        rig = CacheRig(capacity_pages, store=store, disk_health=store)
+        store_prompts(rig, range(6))
+        os.kill(pid_of(store), signal.SIGKILL)
+        rig.cache.resize(Tier.DISK, 20)  # evicts, and cannot erase
+        rig.settle()
+        until(lambda: disk_is_back(rig))
+        rig.settle()
+        rig.assert_sound()
+        columns = rig.cache.catalog.tiers[Tier.DISK]
+        kept = {rig.cache.key_of(page) for page in columns.slot_page.tolist() if page >= 0}
+        assert {record.key for record in store.records()} == kept
+        assert 0 < len(kept) <= 20
+
+
 def test_while_reads_are_off_what_only_disk_has_is_a_miss_at_once(
     path: Path,
 ) -> None:

@@ -35,6 +35,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.home = Path(tempfile.mkdtemp())
         self.names = count()
         self.model: dict[bytes, PageRecord] = {}
+        self.given_up: dict[bytes, PageRecord] = {}
         self.generation = 0
         self.store = self.open(self.home / "store")
 
@@ -42,9 +43,13 @@ class StoreAgainstDict(RuleBasedStateMachine):
         return opened(path, capacity_bytes=MIB, durability=self.durability)
 
     def reopen(self, path: Path) -> None:
+        """What was deleted may have come back, as it was."""
         self.store = self.open(path)
         assert self.store.open_notes == ()
         kept: dict[bytes, PageRecord] = {}
+        found = {record.key for record in self.store.records()}
+        back = {key: self.given_up[key] for key in found - self.model.keys()}
+        self.model |= back
         for record in sorted(self.model.values(), key=lambda record: record.depth):
             if record.depth == 0 or record.parent in kept:
                 kept[record.key] = record
@@ -74,13 +79,15 @@ class StoreAgainstDict(RuleBasedStateMachine):
             if record.depth > 0 and record.parent not in self.model:
                 return WriteOutcome.NO_PARENT
             self.model[record.key] = record
+            self.given_up = {}
         return WRITTEN
 
     @rule(picks=st.lists(st.sampled_from(universe), max_size=5))
     def delete(self, picks: list[PageRecord]) -> None:
         self.store.delete([record.key for record in picks])
         for record in picks:
-            self.model.pop(record.key, None)
+            if known := self.model.pop(record.key, None):
+                self.given_up[record.key] = known
 
     @rule(pick=st.sampled_from(universe), hits=st.integers(0, 9))
     def touch(self, pick: PageRecord, hits: int) -> None:
@@ -91,6 +98,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.generation += 1
+        self.given_up = {}
         self.store.set_generation(self.generation)
         self.model = {}
 
@@ -104,6 +112,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def restart(self) -> None:
         path = self.store.path
         self.store.close()
+        self.given_up = {}
         self.reopen(path)
 
     @rule()

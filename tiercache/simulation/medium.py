@@ -12,7 +12,8 @@ from tiercache.codecs import RAW
 from tiercache.errors import PageCorrupt, TierUnavailable
 from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageIdentity, PageRecord, checksum_of, is_same_page
-from tiercache.tiers.store import Pages
+from tiercache.tiers.disk_table import RecordTable
+from tiercache.tiers.store import Pages, read_each
 from tiercache.types import Bytes
 
 POISON = 0xA5
@@ -71,16 +72,10 @@ class SimulatedStore:
         return ()
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
-        outcomes = []
-        for record, row in wanted:
-            try:
-                self.read_into(record, row)
-                outcomes.append(ReadOutcome.READ)
-            except KeyError:
-                outcomes.append(ReadOutcome.MISSING)
-            except PageCorrupt:
-                outcomes.append(ReadOutcome.CORRUPT)
-        return outcomes
+        return read_each(self.read_into, wanted)
+
+    def table(self) -> RecordTable:
+        return RecordTable.of_records(self.records())
 
     def used_bytes(self) -> int:
         return sum(payload.size for _, payload, _ in self.pages.values())

@@ -5,6 +5,7 @@ and deleted after them, so a process killed at any moment leaves pages that are 
 and at worst payloads without an entry, which the next start sweeps away.
 
     write    payloads commit ─→ entries commit        delete   entries commit ─→ payloads commit
+                                                               (together with the next writes)
     read     entry (identity, checksum) ─→ payload, copied out, then verified whole
 
 Readers run beside one another and beside the writer; whatever changes the store takes its turn.
@@ -33,13 +34,15 @@ from tiercache.tiers.disk_facts import (
     chunks,
 )
 from tiercache.tiers.disk_format import (
+    Entry,
     PageIdentity,
     PageRecord,
     is_same_page,
     misfit,
 )
 from tiercache.tiers.disk_gate import Gate
-from tiercache.tiers.store import Pages
+from tiercache.tiers.disk_table import RecordTable
+from tiercache.tiers.store import Pages, read_each
 from tiercache.types import Bytes, PageLayout
 
 if TYPE_CHECKING:
@@ -147,12 +150,21 @@ class DiskStore:
     def page_count(self) -> int:
         """Pages stored now. Those of older generations count: they still take room."""
         with self._gate:
-            return self._maps.count()
+            return self._writer.count()
 
     def records(self) -> list[PageRecord]:
         """Every page of this generation, parents before children."""
+        return list(self.table().records())
+
+    def table(self) -> RecordTable:
+        """The same, as columns."""
         with self._gate:
-            return [entry.record for entry in self._maps.entries_of(self.generation)]
+            given_up = frozenset(self._writer.given_up)
+            table = self._maps.table(self.page_tokens)
+        table = table.only(table.entries["generation"] == self.generation)
+        if given_up:
+            table = table.only(np.array([key not in given_up for key in table.key_list], np.bool_))
+        return table.parents_first()
 
     def read_into(self, page: PageIdentity, out: Bytes) -> None:
         """Copies a page's bytes into `out` (uint8 [page_bytes]) and verifies them there.
@@ -167,8 +179,7 @@ class DiskStore:
         with self._gate:
             # Between the two look-ups a page may be deleted, even written anew: look twice.
             for _ in range(_READ_ATTEMPTS):
-                entry = self._maps.entry(page.key)
-                if entry is None or entry.record.generation != self.generation:
+                if (entry := self._served(page.key)) is None:
                     raise KeyError(page.key)
                 if not is_same_page(entry.record, page):
                     flaw = "stored with another parent, namespace or tokens"
@@ -180,16 +191,7 @@ class DiskStore:
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
         """Reads each page into its row, as `read_into` does; a bad page is an outcome."""
-        outcomes = []
-        for record, row in wanted:
-            try:
-                self.read_into(record, row)
-                outcomes.append(ReadOutcome.READ)
-            except KeyError:
-                outcomes.append(ReadOutcome.MISSING)
-            except PageCorrupt:
-                outcomes.append(ReadOutcome.CORRUPT)
-        return outcomes
+        return read_each(self.read_into, wanted)
 
     def write(self, batch: Pages) -> list[WriteOutcome]:
         """Stores pages, parents before children, and says for each what became of it.
@@ -210,7 +212,10 @@ class DiskStore:
             return [self._outcome(record, outcomes) for record, _ in batch]
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Forgets pages, then frees their room. Unknown keys are ignored."""
+        """Forgets pages; their room is free a write later. Unknown keys are ignored.
+
+        Until the next write, or `close`, a kill leaves them stored, as whole as they were.
+        """
         for some in chunks(keys):
             with self._gate, self._turn:
                 self._writer.delete(some)
@@ -292,7 +297,7 @@ class DiskStore:
         if not self._gate.shut():
             return
         try:
-            self._writer.delete_orphans()
+            self._writer.clear_up()
             self._maps.sync()
         except TierError:
             self._maps.close()
@@ -319,6 +324,11 @@ class DiskStore:
         if flaw is not None:
             raise ValueError(f"page {record.key.hex()}: {flaw}")
 
+    def _served(self, key: bytes) -> Entry | None:
+        """The entry of a page that may be handed out."""
+        entry = None if key in self._writer.given_up else self._maps.entry(key)
+        return entry if entry and entry.record.generation == self.generation else None
+
     def _outcome(self, record: PageRecord, new: Mapping[bytes, WriteOutcome]) -> WriteOutcome:
         if record.generation != self.generation:
             return WriteOutcome.OLD_GENERATION
@@ -328,10 +338,10 @@ class DiskStore:
         """Looks twice, like `read_into`: between two look-ups a page may be deleted."""
         for _ in range(_READ_ATTEMPTS):
             try:
-                entry = self._maps.entry(key)
+                entry = self._served(key)
             except PageCorrupt:
                 return True
-            if entry is None or entry.record.generation != self.generation:
+            if entry is None:
                 return False
             if entry.payload_bytes <= buffer.size and not self._maps.copy_payload(
                 entry, buffer[: entry.payload_bytes]

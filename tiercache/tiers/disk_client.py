@@ -25,6 +25,7 @@ import numpy as np
 from tiercache.errors import TierLost, TierUnavailable
 from tiercache.tiers.disk_facts import Opening, ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
+from tiercache.tiers.disk_table import RecordTable
 from tiercache.tiers.disk_wire import (
     HOST,
     STAGING,
@@ -90,7 +91,10 @@ class StoreProcess:
         return self._process.pid
 
     def records(self) -> list[PageRecord]:
-        return self._call("records")  # type: ignore[no-any-return]
+        return list(self.table().records())
+
+    def table(self) -> RecordTable:
+        return self._call("table")  # type: ignore[no-any-return]
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
         outcomes: list[ReadOutcome] = []

@@ -21,7 +21,7 @@ from tiercache.errors import ConfigError, TierError, TierUnavailable
 
 LOCK, PAGES, INDEX = "LOCK", "pages", "index"
 _ENVIRONMENTS = (PAGES, INDEX)
-_DATA, _READERS = "data.mdb", "lock.mdb"
+DATA, _READERS = "data.mdb", "lock.mdb"
 _STATE_BYTES = 64
 _RATE_PROBE, _RATE_PROBE_MIB = "rate-probe", 24
 _NOT_OURS_BUT_HARMLESS = {"lost+found"}
@@ -78,13 +78,13 @@ class StoreFolder:
 
     def data_bytes(self, name: str) -> int:
         """Length of the data file of environment `name`; 0 where there is none."""
-        return _size_bytes(self.path / name / _DATA)
+        return _size_bytes(self.path / name / DATA)
 
     def used_bytes(self) -> int:
         """What the folder occupies: every file of the store and the folders themselves."""
         folders = [self.path, self.pages, self.index]
         files = [self.path / LOCK]
-        files += [self.path / name / file for name in _ENVIRONMENTS for file in (_DATA, _READERS)]
+        files += [self.path / name / file for name in _ENVIRONMENTS for file in (DATA, _READERS)]
         return sum(map(_size_bytes, folders + files))
 
     def free_bytes(self) -> int:
@@ -106,7 +106,7 @@ class StoreFolder:
         return ""
 
     def _files(self) -> list[Path]:
-        return [self.path / LOCK, *(self.path / name / _DATA for name in _ENVIRONMENTS)]
+        return [self.path / LOCK, *(self.path / name / DATA for name in _ENVIRONMENTS)]
 
     def measured_bytes_per_second(self) -> float:
         """How fast the medium takes a write that is synced. Costs a fraction of a second."""

@@ -25,6 +25,7 @@ import struct
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
 from tiercache.errors import PageCorrupt
@@ -34,7 +35,7 @@ from tiercache.types import Bytes
 STORE_VERSION = 2
 TOKEN_BYTES = 4
 
-_ENTRY_VERSION = 2
+ENTRY_VERSION = 2
 _ENTRY = struct.Struct("<BBIQIQId16s32s")
 _META_VERSION = struct.Struct("<I")
 _META = struct.Struct("<IQIQB")
@@ -88,7 +89,7 @@ class Entry:
         record = self.record
         return (
             _ENTRY.pack(
-                _ENTRY_VERSION,
+                ENTRY_VERSION,
                 self.codec,
                 self.payload_bytes,
                 self.checksum,
@@ -105,7 +106,7 @@ class Entry:
     @classmethod
     def unpack(cls, key: bytes, value: bytes) -> Entry:
         """Raises PageCorrupt where the bytes are no entry of this version."""
-        if len(value) < _ENTRY.size or value[0] != _ENTRY_VERSION:
+        if len(value) < _ENTRY.size or value[0] != ENTRY_VERSION:
             raise PageCorrupt(f"disk index: the entry of page {key.hex()} cannot be read")
         _, codec, length, checksum, depth, generation, hits, last_use, parent, namespace = (
             _ENTRY.unpack_from(value)
@@ -144,6 +145,24 @@ class StoreMeta:
             if version == STORE_VERSION and len(value) == _META.size:
                 return cls(*_META.unpack(value))
         raise PageCorrupt("disk index: the store's meta record cannot be read")
+
+
+def entry_dtype(page_tokens: int) -> np.dtype[np.void]:
+    """Packed index entries as a numpy record type."""
+    fields = [
+        ("version", "u1"),
+        ("codec", "u1"),
+        ("payload_bytes", "<u4"),
+        ("checksum", "<u8"),
+        ("depth", "<u4"),
+        ("generation", "<u8"),
+        ("hits", "<u4"),
+        ("last_use_seconds", "<f8"),
+        ("parent", f"V{KEY_BYTES}"),
+        ("namespace", f"V{FINGERPRINT_BYTES}"),
+        ("tokens", "<i4", (page_tokens,)),
+    ]
+    return np.dtype(fields)
 
 
 def entry_bytes(page_tokens: int) -> int:

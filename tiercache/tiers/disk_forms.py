@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +13,20 @@ from tiercache.errors import CodecError
 from tiercache.tiers.disk_format import Entry, PageRecord, checksum_of
 from tiercache.tiers.disk_maps import DiskMaps
 from tiercache.types import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A page as it is stored."""
+
+    record: PageRecord
+    codec: int
+    payload: Bytes
+
+    def entry(self) -> Entry:
+        """Costs the checksum."""
+        checksum = checksum_of(self.record.key, self.codec, self.payload)
+        return Entry(self.record, self.payload.size, checksum, self.codec)
 
 
 class StoredForms:
@@ -25,19 +40,16 @@ class StoredForms:
         self._batch = np.empty((0, page_bytes), np.uint8)
         self._scratch = threading.local()
 
-    def encode(self, pages: list[tuple[PageRecord, Bytes]]) -> list[tuple[Entry, Bytes]]:
-        """Entries and payloads. What cannot be encoded, or only to its loss, is stored raw.
+    def encode(self, pages: list[tuple[PageRecord, Bytes]]) -> list[Form]:
+        """What is stored of pages. What cannot be encoded, or only to its loss, is stored raw.
 
         Payloads are valid until the next call; one call at a time.
         """
         if self.codec.number != RAW and len(self._batch) < len(pages):
             self._batch = np.empty((len(pages), self._page_bytes), np.uint8)
-        encoded = []
-        for index, (record, page) in enumerate(pages):
-            number, payload = self._form(page, index)
-            checksum = checksum_of(record.key, number, payload)
-            encoded.append((Entry(record, payload.size, checksum, number), payload))
-        return encoded
+        return [
+            Form(record, *self._form(page, index)) for index, (record, page) in enumerate(pages)
+        ]
 
     def _form(self, page: Bytes, index: int) -> tuple[int, Bytes]:
         form = None if self.codec.number == RAW else self.codec.encode(page)

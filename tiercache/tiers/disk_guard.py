@@ -21,6 +21,7 @@ from tiercache.tiers.disk_breaker import Breaker
 from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.disk_pace import Pace, Scrubber
+from tiercache.tiers.disk_table import RecordTable
 from tiercache.tiers.store import Pages, PageStore
 
 log = logging.getLogger("tiercache.disk")
@@ -99,6 +100,8 @@ class GuardedStore:
 
     def take_return(self) -> frozenset[bytes] | None:
         keys, self._returned = self._returned, None
+        if self._store.generation < self.generation:
+            return None  # flushed since it was looked at: it is looked at again
         if keys is not None:
             self._reads.close()
             self._writes.close()
@@ -123,6 +126,10 @@ class GuardedStore:
     def records(self) -> list[PageRecord]:
         with self._through(self._reads):
             return self._store.records()
+
+    def table(self) -> RecordTable:
+        with self._through(self._reads):
+            return self._store.table()
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
         self._read_pace.take(sum(row.size for _, row in wanted))
@@ -149,12 +156,17 @@ class GuardedStore:
             self._store.touch(updates)
 
     def set_generation(self, generation: int) -> None:
-        """Where this fails, the generation is owed: it is written before the store is used again,
-        or at the latest before it is closed.
+        """Where this fails, the generation is owed: nothing is read or written until it has been
+        recorded, which is tried again and again, and at the latest before the store is closed.
         """
         self.generation = generation
-        with self._through(self._writes):
-            self._store.set_generation(generation)
+        try:
+            with self._through(self._writes):
+                self._store.set_generation(generation)
+        except TierError as error:
+            for breaker in (self._reads, self._writes):
+                breaker.open(f"a flush could not be recorded: {error}")
+            raise
 
     def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
         with self._through(self._reads):
@@ -228,7 +240,7 @@ class GuardedStore:
             self._store.probe()
             if self._store.generation < self.generation:
                 self._store.set_generation(self.generation)
-            keys = frozenset(record.key for record in self._store.records())
+            keys = frozenset(self._store.table().key_list)
         except TierLost as error:
             self._lose(str(error))
         except (TierCacheError, OSError) as error:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 
 from tiercache.errors import PageCorrupt
 from tiercache.keys import KEY_BYTES
+from tiercache.tiers.disk_btree import tree_keys
 from tiercache.tiers.disk_engine import (
     Environment,
     Transaction,
@@ -27,8 +27,15 @@ from tiercache.tiers.disk_engine import (
     used_file_bytes,
 )
 from tiercache.tiers.disk_facts import Durability
-from tiercache.tiers.disk_folder import INDEX, PAGES, StoreFolder
-from tiercache.tiers.disk_format import Entry, StoreMeta, checksum_of, entry_bytes
+from tiercache.tiers.disk_folder import DATA, INDEX, PAGES, StoreFolder
+from tiercache.tiers.disk_format import (
+    ENTRY_VERSION,
+    Entry,
+    StoreMeta,
+    checksum_of,
+    entry_bytes,
+)
+from tiercache.tiers.disk_table import RecordTable
 from tiercache.types import Bytes
 
 _ENTRIES, _META = b"entries", b"meta"
@@ -50,6 +57,7 @@ class DiskMaps:
 
         Raises PageCorrupt where the engine refuses what it finds.
         """
+        self._places = ((folder.pages / DATA, None), (folder.index / DATA, _ENTRIES))
         pages_bytes, index_bytes = map_bytes
         self._pages: Environment = open_environment(
             folder.pages, pages_bytes, durability, read_only=read_only
@@ -104,25 +112,33 @@ class DiskMaps:
                 return f"{name}/ in {folder.path} was cut short"
         return ""
 
-    def check_trees(self, page_tokens: int) -> None:
-        """Raises PageCorrupt where a tree is bent in a way the check of the file does not see.
+    def survey(self, page_tokens: int) -> tuple[RecordTable, list[bytes]]:
+        """Every entry, and the key of every payload.
 
-        Every key and entry must have its length, and every key that is listed must be found by
-        name: what is stored or deleted along a bent way breaks the tree for good.
+        Raises PageCorrupt where a tree is bent in a way the check of the file does not see: every
+        key and entry must have its length, and every key that is listed must be found by name.
+        What is stored or deleted along a bent way breaks the tree for good.
         """
-        with translated("checking pages/"), self._pages.begin() as txn:
-            probe = txn.cursor()
-            keys = txn.cursor().iternext(values=False)
-            is_sound = all(len(key) == KEY_BYTES and probe.set_key(key) for key in keys)
-        value_bytes = entry_bytes(page_tokens)
+        payload_keys, entry_keys = (tree_keys(*place) for place in self._places)
         with translated("checking index/"), self._index.begin(db=self._entries) as txn:
-            probe = txn.cursor()
-            is_sound &= all(
-                len(key) == KEY_BYTES and len(value) == value_bytes and probe.set_key(key)
-                for key, value in txn.cursor()
-            )
-        if not is_sound:
+            listed = list(txn.cursor())
+        keys = [key for key, _ in listed]
+        values = [value for _, value in listed]
+        key_lengths = {len(key) for key in (*keys, *payload_keys)}
+        value_lengths = {len(value) for value in values}
+        is_sound = key_lengths <= {KEY_BYTES} and value_lengths <= {entry_bytes(page_tokens)}
+        if not is_sound or keys != entry_keys:
             raise PageCorrupt("disk store: a tree of keys is damaged")
+        return RecordTable.of(keys, values, page_tokens), payload_keys
+
+    def table(self, page_tokens: int) -> RecordTable:
+        """Every entry that can be read, as columns."""
+        with translated("listing pages"), self._index.begin(db=self._entries) as txn:
+            listed = list(txn.cursor())
+        value_bytes = entry_bytes(page_tokens)
+        listed = [(k, v) for k, v in listed if len(k) == KEY_BYTES and len(v) == value_bytes]
+        table = RecordTable.of([k for k, _ in listed], [v for _, v in listed], page_tokens)
+        return table.only(table.entries["version"] == ENTRY_VERSION)
 
     # The store's own record
 
@@ -172,12 +188,12 @@ class DiskMaps:
                 except PageCorrupt:
                     yield key, None
 
-    def entries_of(self, generation: int) -> list[Entry]:
-        """The readable entries of a generation, parents before children."""
-        return parents_first((entry for _, entry in self.scan()), generation)
+    def put_entries(self, entries: Collection[Entry], drop: Collection[bytes] = ()) -> None:
+        """Deletes the entries of `drop` and stores new ones, in one transaction."""
 
-    def put_entries(self, entries: Collection[Entry]) -> None:
         def change(txn: Transaction) -> None:
+            for key in drop:
+                txn.delete(key, db=self._entries)
             for entry in entries:
                 txn.put(entry.record.key, entry.pack(), db=self._entries)
 
@@ -220,15 +236,22 @@ class DiskMaps:
             return set(txn.cursor().iternext(values=False))
 
     def put_payloads(
-        self, payloads: Collection[tuple[bytes, Bytes]], drop: Collection[bytes] = ()
+        self,
+        payloads: Collection[tuple[bytes, Bytes]],
+        drop: Collection[bytes] = (),
+        before_commit: Callable[[], object] = lambda: None,
     ) -> None:
-        """Deletes the payloads of `drop` and stores new ones, in one transaction."""
+        """Deletes the payloads of `drop` and stores new ones, in one transaction.
+
+        `before_commit` is called, perhaps more than once, when only the medium is waited for.
+        """
 
         def change(txn: Transaction) -> None:
             for key in drop:
                 txn.delete(key)
             for key, payload in payloads:
                 txn.put(key, payload)
+            before_commit()
 
         with translated("writing payloads"):
             commit(self._pages, change)
@@ -256,9 +279,3 @@ class DiskMaps:
             np.copyto(out, np.frombuffer(payload, dtype=np.uint8))
         is_right = checksum_of(key, entry.codec, out) == entry.checksum
         return None if is_right else "its checksum is wrong"
-
-
-def parents_first(entries: Iterable[Entry | None], generation: int) -> list[Entry]:
-    """Those of `entries` that are of this generation, parents before children."""
-    found = [e for e in entries if e is not None and e.record.generation == generation]
-    return sorted(found, key=attrgetter("record.depth"))

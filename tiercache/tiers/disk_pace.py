@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tiercache.errors import TierError
-from tiercache.tiers.disk_format import PageRecord
+from tiercache.tiers.disk_table import RecordTable
 
 log = logging.getLogger("tiercache.disk")
 
@@ -49,7 +49,7 @@ class Pace:
 class Scrubbed(Protocol):
     """What the scrubber asks of a store."""
 
-    def records(self) -> list[PageRecord]: ...
+    def table(self) -> RecordTable: ...
 
     def bad_among(self, keys: Sequence[bytes]) -> list[bytes]:
         """Keys of pages that are stored and fail their checksum."""
@@ -98,6 +98,6 @@ class Scrubber:
             self._stopping.wait(_AT_REST_SECONDS)
 
     def _batches(self) -> Iterator[list[bytes]]:
-        keys = [record.key for record in self._store.records()]
+        keys = self._store.table().key_list
         step = self._pages_at_once
         return (keys[first : first + step] for first in range(0, len(keys), step))

@@ -41,7 +41,7 @@ class StoreServer:
             "delete": store.delete,
             "touch": store.touch,
             "set_generation": store.set_generation,
-            "records": store.records,
+            "table": store.table,
             "used_bytes": store.used_bytes,
             "probe": store.probe,
             "bad_among": store.bad_among,

@@ -7,26 +7,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
 from tiercache.codecs import LOSSLESS, RAW
 from tiercache.errors import ConfigError, PageCorrupt
-from tiercache.keys import root_key
 from tiercache.tiers.disk_engine import first_problem, keep_freed_memory
 from tiercache.tiers.disk_facts import Durability, Opening, chunks
 from tiercache.tiers.disk_folder import INDEX, PAGES, StoreFolder
 from tiercache.tiers.disk_format import (
+    ENTRY_VERSION,
     STORE_VERSION,
     UNDECIDED,
     Entry,
-    PageRecord,
     StoreMeta,
 )
-from tiercache.tiers.disk_maps import DiskMaps, parents_first
+from tiercache.tiers.disk_maps import DiskMaps
 from tiercache.tiers.disk_room import Room
+from tiercache.tiers.disk_table import RecordTable
+
+Found = tuple[RecordTable, list[bytes]]
+"""Every entry of a store, and the key of every payload."""
 
 _SLOW_BYTES_PER_SECOND = 500e6
 """Below this the time that `lossless` saves on the medium is more than what it takes."""
@@ -46,15 +49,15 @@ def bring_up(
         notes.append(_put_aside(folder, damage))
     _refuse_if_shrunk(folder, room)
     try:
-        maps = _open(folder, room, asked.page_tokens, asked.durability)
+        maps, found = _open(folder, room, asked.page_tokens, asked.durability)
     except PageCorrupt as error:
         notes.append(_put_aside(folder, str(error)))
-        maps = _open(folder, room, asked.page_tokens, asked.durability)
+        maps, found = _open(folder, room, asked.page_tokens, asked.durability)
     try:
         if asked.codec == "auto":
             _decide_codec(folder, maps)
         unsynced = asked.durability is Durability.FAST and not folder.was_clean
-        _reconcile(maps, usable_codecs, check_payloads=unsynced)
+        _reconcile(maps, found, usable_codecs, unsynced)
         folder.remember_files()
     except BaseException:
         maps.close()
@@ -84,15 +87,17 @@ def _refuse_if_shrunk(folder: StoreFolder, room: Room) -> None:
             )
 
 
-def _open(folder: StoreFolder, room: Room, page_tokens: int, durability: Durability) -> DiskMaps:
+def _open(
+    folder: StoreFolder, room: Room, page_tokens: int, durability: Durability
+) -> tuple[DiskMaps, Found]:
     maps = DiskMaps(folder, (room.pages_map_bytes, room.index_map_bytes), durability)
     try:
         _settle_meta(folder, maps, room, page_tokens)
-        maps.check_trees(page_tokens)
+        found = maps.survey(page_tokens)
     except BaseException:
         maps.close()
         raise
-    return maps
+    return maps, found
 
 
 def _settle_meta(folder: StoreFolder, maps: DiskMaps, room: Room, page_tokens: int) -> None:
@@ -123,45 +128,26 @@ def _decide_codec(folder: StoreFolder, maps: DiskMaps) -> None:
         maps.put_meta(replace(meta, codec=LOSSLESS if is_slow else RAW))
 
 
-def _reconcile(maps: DiskMaps, usable_codecs: Collection[int], *, check_payloads: bool) -> None:
-    """Entries go first: between the two deletions a page must not look whole."""
+def _reconcile(maps: DiskMaps, found: Found, usable_codecs: Collection[int], check: bool) -> None:
+    """Entries go first: between the two deletions a page must not look whole.
+
+    With `check` the payload of every page is read.
+    """
     meta = maps.meta()
     assert meta is not None
-    payload_keys = maps.payload_keys()
-    found = dict(maps.scan())
-    kept = _pages_with_a_head(
-        entry
-        for entry in parents_first(found.values(), meta.generation)
-        if entry.codec in usable_codecs
-        and entry.record.key in payload_keys
-        and not (check_payloads and _is_bad(maps, entry))
-    )
-    for keys in chunks(found.keys() - kept):
+    table, payload_keys = found[0], set(found[1])
+    entries = table.entries
+    usable = (entries["version"] == ENTRY_VERSION) & (entries["generation"] == meta.generation)
+    usable &= np.isin(entries["codec"], list(usable_codecs))
+    usable &= np.array([key in payload_keys for key in table.key_list], np.bool_)
+    if check:
+        for row in np.flatnonzero(usable).tolist():
+            usable[row] = not _is_bad(maps, table.entry(row))
+    kept = set(table.only(table.with_a_head(usable)).key_list)
+    for keys in chunks(set(table.key_list) - kept):
         maps.delete_entries(keys)
     for keys in chunks(payload_keys - kept):
         maps.delete_payloads(keys)
-
-
-def _pages_with_a_head(entries: Iterator[Entry]) -> set[bytes]:
-    """Keys of the pages from which parents lead to a root. Takes parents before children."""
-    kept: dict[bytes, PageRecord] = {}
-    for entry in entries:
-        record = entry.record
-        if _is_first(record) or _is_child(record, kept.get(record.parent)):
-            kept[record.key] = record
-    return set(kept)
-
-
-def _is_first(record: PageRecord) -> bool:
-    return record.depth == 0 and record.parent == root_key(record.namespace)
-
-
-def _is_child(record: PageRecord, parent: PageRecord | None) -> bool:
-    return (
-        parent is not None
-        and record.depth == parent.depth + 1
-        and record.namespace == parent.namespace
-    )
 
 
 def _is_bad(maps: DiskMaps, entry: Entry) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from tiercache.errors import PageCorrupt
 from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
+from tiercache.tiers.disk_table import RecordTable
 from tiercache.types import Bytes
 
 Pages = Sequence[tuple[PageRecord, Bytes]]
@@ -34,6 +36,9 @@ class PageStore(Protocol):
 
     def records(self) -> list[PageRecord]:
         """Every page of this generation, parents before children."""
+
+    def table(self) -> RecordTable:
+        """The same, as columns: a hundred times as fast."""
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
         """Copies each page into its row and verifies it there. A row that is not READ is undefined.
@@ -67,6 +72,21 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Waits for callers inside and leaves the store clean. A second call does nothing."""
+
+
+def read_each(read_into: Callable[[PageRecord, Bytes], None], wanted: Pages) -> list[ReadOutcome]:
+    """Reads page after page by `read_into`, which raises KeyError where there is none, and
+    PageCorrupt where it is not what was stored. What else it raises ends the reading."""
+    outcomes = []
+    for record, row in wanted:
+        try:
+            read_into(record, row)
+            outcomes.append(ReadOutcome.READ)
+        except KeyError:
+            outcomes.append(ReadOutcome.MISSING)
+        except PageCorrupt:
+            outcomes.append(ReadOutcome.CORRUPT)
+    return outcomes
 
 
 class StoreHealth(Protocol):
