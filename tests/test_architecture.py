@@ -18,6 +18,8 @@ LAYERS = [
         "errors",
         "clock",
         "config",
+        "config_fields",
+        "tenant_config",
         "config_problems",
         "sizes",
         "keys",
