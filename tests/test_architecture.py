@@ -27,6 +27,8 @@ LAYERS = [
     },
     {
         "tree",
+        "tenants",
+        "tenant_room",
         "columns",
         "catalog",
         "admission",

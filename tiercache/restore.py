@@ -9,6 +9,7 @@ import numpy as np
 
 from tiercache.cache import TierCache
 from tiercache.keys import KEY_BYTES, root_key
+from tiercache.tenants import UNCLAIMED
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tree import Match, Node
 from tiercache.types import NO_PAGE, SlotState, Tier
@@ -76,7 +77,7 @@ def _hang(
         parent, key = todo.pop()
         for first in children.get(key, ()):
             run = _run_from(first, children)
-            ids = cache.catalog.new_pages(len(run))
+            ids = cache.catalog.new_pages(len(run), UNCLAIMED)
             tokens = np.frombuffer(b"".join(record.tokens for record in run), "<i4")
             end = (
                 cache.tree.end_at(parent) if parent != NO_PAGE else Match(_NOTHING, root, 0, False)
