@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.keep import Keep
 from engine.sampling import SamplingParams
 from tiercache.metrics import CacheSnapshot, Histogram
 from tiercache.types import MissReason, Tier, Tokens
@@ -43,7 +44,8 @@ class GenerationRequest:
     """One prompt and how to continue it.
 
     `prompt_tokens` is int32 `[n]`, n ≥ 1. `max_tokens` None means "up to the context". `stop`
-    strings end the text before themselves. `cache_salt` separates namespaces.
+    strings end the text before themselves. `cache_salt` and `tenant` separate namespaces; `keep`
+    says what should become of the pages.
     """
 
     request_id: str
@@ -52,6 +54,8 @@ class GenerationRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
+    tenant: str = ""
+    keep: Keep = field(default_factory=Keep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -38,6 +39,8 @@ log = logging.getLogger("tiercache")
 
 _OTHER_LANES = 3
 """Calls of the store that run beside its readers: one that writes, probes, scrubs."""
+_LEAST_DEVICE_PAGES = 2
+"""One page to compute and one to generate into."""
 _LEAST_STALL_SECONDS = 1.0
 """A healthy disk that is busy may take this long for a batch."""
 _AUTO_WRITE_RATE = 100 << 20
@@ -107,6 +110,7 @@ def _join(
             write_policy=config.cache.write_policy,
             ghost_pages=config.cache.ghost_pages,
             loads_adaptively=config.cache.prefetch.policy == "adaptive",
+            quotas=_quotas(config, layout, limits),
         ),
         transfers,
         store=store,
@@ -146,6 +150,14 @@ def _join(
             max_context_tokens=model.max_context_tokens,
             max_queue=config.server.max_queue,
             device_capacity_tokens=device_tokens if config.cache.enabled else None,
+            sharing_tenants=frozenset(
+                name for name, tenant in config.tenants.items() if tenant.shared_namespaces
+            ),
+            quota_tokens={
+                name: quota[Tier.DEVICE] * layout.page_tokens
+                for name, quota in cache.settings.quotas.items()
+                if Tier.DEVICE in quota
+            },
         ),
         identity={**model.identity, "page": repr(layout)},
         clock=clock,
@@ -184,7 +196,7 @@ def _tier_limits(
         if not section.capacity:
             continue
         pages = section.capacity // layout.page_bytes
-        least = 2 if tier is Tier.DEVICE else 1
+        least = _LEAST_DEVICE_PAGES if tier is Tier.DEVICE else 1
         if pages < least:
             raise ConfigError(
                 f"tiers.{tier.label}.capacity: {format_size(section.capacity)} hold {pages} pages "
@@ -211,6 +223,28 @@ def _limits_of(
         # What HOST is not given in time it does without; what DISK is given is written at its pace.
         section.write_rate_limit if isinstance(section, HostTierConfig) else None,
     )
+
+
+def _quotas(
+    config: Config, layout: PageLayout, limits: Mapping[Tier, TierLimits]
+) -> dict[str, dict[Tier, int]]:
+    """Pages of every tenant's quotas. DISK holds fewer pages than bytes, and so does a share."""
+    quotas: dict[str, dict[Tier, int]] = {}
+    for name, tenant in config.tenants.items():
+        quotas[name] = {}
+        for tier, limit in limits.items():
+            quota = tenant.quota.by_tier().get(tier.label)
+            if quota is None:
+                continue
+            pages = quota * limit.capacity_pages // limit.capacity_bytes
+            if tier is Tier.DEVICE and pages < _LEAST_DEVICE_PAGES:
+                raise ConfigError(
+                    f"tenants.{name}.quota.device: {format_size(quota)} hold {pages} pages of "
+                    f"{layout.page_tokens} tokens ({layout.page_bytes} bytes each); "
+                    f"at least {_LEAST_DEVICE_PAGES} are needed"
+                )
+            quotas[name][tier] = pages
+    return quotas
 
 
 def _host_pool(config: Config, layout: PageLayout) -> HostPool | None:

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.api import (
@@ -47,6 +47,10 @@ class EngineLimits:
     max_queue: int
     device_capacity_tokens: int | None
     """Tokens that DEVICE holds at once; None when nothing is cached."""
+    sharing_tenants: frozenset[str] = frozenset()
+    """Tenants without a namespace of their own."""
+    quota_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of DEVICE that a tenant may fill, of those that have a quota there."""
 
 
 class Engine:
@@ -110,7 +114,7 @@ class Engine:
         Raises RequestError when it can never be served as asked, or not now.
         """
         self._refuse_impossible(request)
-        namespace = self.namespace(request.cache_salt)
+        namespace = self.namespace(request.cache_salt, request.tenant)
         with self._lock:  # until the command is in: whoever ends the engine ends this request too
             if self.failure or not self._accepting:
                 raise RequestError(
@@ -154,9 +158,10 @@ class Engine:
             self._command(command)
         return future
 
-    def namespace(self, cache_salt: str) -> bytes:
+    def namespace(self, cache_salt: str, tenant: str = "") -> bytes:
         """Fingerprint of everything that must be equal for KV to be shared."""
-        return fingerprint({**self._identity, "salt": cache_salt})
+        alone = "" if tenant in self.limits.sharing_tenants else tenant
+        return fingerprint({**self._identity, "tenant": alone, "salt": cache_salt})
 
     def snapshot(self) -> EngineSnapshot:
         """The newest published copy. Costs nothing and never waits."""
@@ -237,9 +242,15 @@ class Engine:
         if not all(request.stop):
             raise RequestError("stop", "a stop string is not empty")
         device = self.limits.device_capacity_tokens
-        if device is not None and prompt_tokens >= device:
+        if device is None:
+            return
+        limit, where = device, "tiers.device.capacity"
+        if request.tenant in self.limits.quota_tokens:  # never above the capacity
+            limit = self.limits.quota_tokens[request.tenant]
+            where = f"tenants.{request.tenant}.quota.device"
+        if prompt_tokens >= limit:
             raise RequestError(
                 "prompt",
-                f"the prompt has {prompt_tokens} tokens; tiers.device.capacity holds "
-                f"{device}, at least one page of them for the answer",
+                f"the prompt has {prompt_tokens} tokens; {where} holds "
+                f"{limit}, at least one page of them for the answer",
             )

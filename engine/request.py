@@ -58,6 +58,8 @@ class Active:
     may_wait_for_reads: bool = True
     """False once it has waited in the queue for pages read ahead as long as it may."""
     was_admitted: bool = False
+    is_over_quota: bool = False
+    """Whether it waits for room in its tenant's quota, of which others take nothing."""
     first_books: Books | None = None
     """What its prompt found, of a request that was put back while it computed: it will find its
     own pages then, which are no hits."""

@@ -10,6 +10,7 @@ go back, and there is no other place.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -28,6 +29,7 @@ from engine.api import (
     TextDelta,
 )
 from engine.counters import EngineCounters
+from engine.keep import carry_out
 from engine.models import LoadedModel
 from engine.request import Active, State
 from engine.runner import ModelRunner, Segment
@@ -52,6 +54,12 @@ _MOST_PASSED_BY = 4
 
 _MOST_REFETCHES = 2
 """Failed loads after which a request computes for itself."""
+
+
+_USED_UP = {
+    Room.NONE: "tiers.device.capacity is used up",
+    Room.QUOTA: "the tenant's quota on DEVICE is used up",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,8 @@ class Turns:
 
     def fail_all(self, message: str) -> None:
         for active in (*self._waiting, *self._admitted):
+            with contextlib.suppress(Exception):  # what broke may be what this touches
+                self._prefetcher.left(active.request.request_id)
             self.counters.requests[FinishReason.ERROR.value] += 1
             self._outbox.append(
                 (active.sink, Finished(FinishReason.ERROR, active.usage(), message))
@@ -185,11 +195,26 @@ class Turns:
             elif self._follows(active) or self._waits_for_pages(active):
                 continue
             elif not self._start(active):
+                if active.is_over_quota:  # others need not wait for what it waits for
+                    continue
                 held_back.append(active)
                 if self._has_waited_long(active) or len(held_back) >= _MOST_PASSED_BY:
                     break
+        for active in self._waiting:
+            self._announce(active)
         for active in filter(lambda one: one.may_load, held_back):
             self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
+
+    def _announce(self, active: Active) -> None:
+        """Protects what a request that waits will need, until it starts or leaves."""
+        request = active.request
+        self._prefetcher.announce(
+            request.request_id,
+            active.namespace,
+            active.tokens,
+            tenant=request.tenant,
+            at_head=active.was_admitted,
+        )
 
     def _in_order(self) -> list[Active]:
         """The head of the queue in the order of admission."""
@@ -245,7 +270,10 @@ class Turns:
             active.tokens,
             fetch=active.may_load,
             because=active.give_up,
+            store=active.request.keep.store,
+            tenant=active.request.tenant,
         )
+        active.is_over_quota = lease is Room.QUOTA
         if not isinstance(lease, Lease):
             self._working_copies.release(working_copy)
             return False
@@ -325,13 +353,21 @@ class Turns:
             answer = self._cache.reserve(active.lease)
             if answer is Room.SOON:
                 return
-            if answer is Room.NONE:
-                youngest = self._admitted[-1]
-                if youngest is self._admitted[0]:
-                    self._finish(active, FinishReason.LENGTH, "tiers.device.capacity is used up")
+            if answer is not Room.NOW:
+                holders = self._holders(active, answer)
+                youngest = holders[-1]
+                if youngest is holders[0]:
+                    self._finish(active, FinishReason.LENGTH, _USED_UP[answer])
                     return
                 self.counters.preemptions += 1
                 self._put_back(youngest)
+
+    def _holders(self, active: Active, answer: Room) -> list[Active]:
+        """Whose pages may be taken for `active`, oldest first: at a quota, only its tenant's."""
+        if answer is Room.NONE:
+            return self._admitted
+        tenant = active.request.tenant
+        return [one for one in self._admitted if one.request.tenant == tenant]
 
     def _step(self, work: Sequence[Work]) -> None:
         started = self._clock.now_seconds()
@@ -447,6 +483,8 @@ class Turns:
             text = active.matcher.push(active.detokenizer.flush()) + active.matcher.flush()
             self._say(active, text)
         finished = Finished(reason, active.usage(), message, active.generated)
+        if active.lease is not None and active.booked is not None:
+            carry_out(self._cache, active.lease, active.request.keep, active.request.tenant)
         self._let_go(active)  # before it leaves its queue: if this breaks, it is still told
         if active.state is State.WAITING:
             self._waiting.remove(active)

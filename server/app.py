@@ -7,7 +7,7 @@ import time
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from server import cache_routes, openai_routes, service_routes
+from server import cache_routes, openai_routes, pin_routes, service_routes
 from server.context import Served
 from server.errors import install_error_handlers
 from server.metrics_collector import EngineCollector
@@ -25,8 +25,8 @@ def create_app(engine: ServedEngine, config: Config) -> FastAPI:
     app.state.metrics = CollectorRegistry()
     app.state.metrics.register(EngineCollector(engine.snapshot, version(), commit()))
     ProcessCollector(registry=app.state.metrics)
-    app.add_middleware(Gate, server=config.server)
+    app.add_middleware(Gate, config=config)
     install_error_handlers(app)
-    for routes in (openai_routes, cache_routes, service_routes):
+    for routes in (openai_routes, cache_routes, pin_routes, service_routes):
         app.include_router(routes.router)
     return app

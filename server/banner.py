@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from server.port import ServedEngine
-from tiercache.config import Config, ServerConfig
+from tiercache.config import Config
 from tiercache.metrics import TierSnapshot
 from tiercache.sizes import describe_size
 
@@ -17,7 +17,7 @@ def print_banner(engine: ServedEngine, config: Config, listener: socket.socket) 
     """Tells whoever started the server where it is, what it holds and what to try."""
     url = _url(listener)
     name = engine.model.name
-    key = "-H 'Authorization: Bearer YOUR_KEY' " if _wants_key(config.server) else ""
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if _wants_key(config) else ""
     headline = f"\n[bold]tiercache listens on {escape(url)}[/] and serves {escape(name)}"
     Console(soft_wrap=True, highlight=False).print(headline)
     for tier in engine.snapshot().cache.tiers:
@@ -56,5 +56,5 @@ def _url(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _wants_key(server: ServerConfig) -> bool:
-    return bool(server.api_keys or server.admin_keys)
+def _wants_key(config: Config) -> bool:
+    return bool(config.server.api_keys or config.server.admin_keys or config.tenants)

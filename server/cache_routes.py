@@ -10,6 +10,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 
 from server.body import Body
+from server.callers import caller_of
 from server.context import Served, served
 from server.errors import ApiError, bad_field
 from server.openai_schema import CacheSalt
@@ -38,6 +39,7 @@ class FlushRequest(Body):
 async def stats(request: Request) -> dict[str, Any]:
     """Every count of the cache and the engine, from one snapshot."""
     snapshot = served(request).engine.snapshot()
+    caller = caller_of(request)
     cache, counters = snapshot.cache, snapshot.cache.counters
     return {
         "enabled": cache.enabled,
@@ -54,7 +56,8 @@ async def stats(request: Request) -> dict[str, Any]:
         "open_leases": cache.open_leases,
         "open_moves": cache.open_moves,
         "tiers": [tier_body(tier) for tier in cache.tiers],
-        "hints": [asdict(one) for one in cache.hints],
+        "hints": [asdict(one) for one in cache.hints if caller.may_see(one.tenant)],
+        "tenants": [asdict(one) for one in cache.tenants if caller.may_see(one.name)],
         "requests": {
             "running": snapshot.requests_running,
             "waiting": snapshot.requests_waiting,
@@ -80,7 +83,7 @@ async def lookup(request: Request) -> dict[str, Any]:
     here = served(request)
 
     def prepare(body: SaltedPrompt) -> tuple[Tokens, bytes]:
-        return source_tokens(here.engine.model, body), here.engine.namespace(body.cache_salt)
+        return source_tokens(here.engine.model, body), here.namespace(request, body.cache_salt)
 
     tokens, namespace = await here.parse(request, SaltedPrompt, prepare)
     found = await here.command(lambda cache: cache.lookup(namespace, tokens))
@@ -112,7 +115,7 @@ async def evict(request: Request) -> dict[str, Any]:
                 raise bad_field("cache_salt", "this only goes together with a prefix")
             return tier, None, None
         tokens = source_tokens(here.engine.model, body.prefix, "prefix.")
-        return tier, here.engine.namespace(body.cache_salt), tokens
+        return tier, here.namespace(request, body.cache_salt), tokens
 
     tier, namespace, tokens = await here.parse(request, EvictRequest, prepare)
     report = await here.command(lambda cache: cache.evict(tier, namespace, tokens))

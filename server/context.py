@@ -11,6 +11,7 @@ from fastapi import Request
 
 from engine.api import RequestError
 from server.body import B, parse_body
+from server.callers import caller_of
 from server.errors import ApiError, from_request_error
 from server.port import ServedEngine
 from server.stream import OpenRequests, engine_failed, shutting_down
@@ -42,6 +43,10 @@ class Served:
         if name not in names:
             message = f"the model {name!r} is not served here; this server has {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def namespace(self, request: Request, cache_salt: str) -> bytes:
+        """The namespace of whoever sent `request`; nobody sees into another's."""
+        return self.engine.namespace(cache_salt, caller_of(request).tenant)
 
     async def parse(self, request: Request, kind: type[B], finish: Callable[[B], T]) -> T:
         return await parse_body(request, self.config.server.max_body, kind, finish)

@@ -10,11 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from engine.api import Finished, GenerationRequest, TextDelta
+from engine.keep import Keep
 from engine.sampling import SamplingParams
+from server.callers import caller_of
 from server.context import Served, served
 from server.errors import ApiError
 from server.openai_answers import DONE, Answer, sse
 from server.openai_schema import ChatRequest, CompletionRequest, Generation
+from server.pin_routes import require_room_for_pin, wishes_of
 from server.prompt import chat_tokens, prompt_tokens
 from server.stream import Generating
 from tiercache.types import Tokens
@@ -87,11 +90,16 @@ def _model_body(here: Served) -> dict[str, Any]:
 
 async def _complete(request: Request, here: Served, ready: Prepared, *, chat: bool) -> Response:
     request_id: str = request.state.request_id
+    caller = caller_of(request)
+    keep = wishes_of(ready.body.cache, caller)
+    if keep.pin:
+        namespace = here.namespace(request, ready.body.cache_salt)
+        await require_room_for_pin(here, namespace, ready.prompt, caller)
     generating = Generating(
         here.engine,
         here.open_requests,
         request,
-        _generation_request(request_id, ready),
+        _generation_request(request_id, ready, keep, caller.tenant),
         deadline_seconds=here.config.server.request_deadline_seconds,
         prompt_param="messages" if chat else "prompt",
     )
@@ -103,7 +111,9 @@ async def _complete(request: Request, here: Served, ready: Prepared, *, chat: bo
     return await _whole(generating, answer)
 
 
-def _generation_request(request_id: str, ready: Prepared) -> GenerationRequest:
+def _generation_request(
+    request_id: str, ready: Prepared, keep: Keep, tenant: str
+) -> GenerationRequest:
     body = ready.body
     return GenerationRequest(
         request_id=request_id,
@@ -117,6 +127,8 @@ def _generation_request(request_id: str, ready: Prepared) -> GenerationRequest:
         max_tokens=ready.token_limit,
         stop=body.stop,
         cache_salt=body.cache_salt,
+        tenant=tenant,
+        keep=keep,
     )
 
 

@@ -22,6 +22,7 @@ from server.errors import bad_field
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_STRINGS = 4
+LONGEST_TTL_SECONDS = 10 * 365 * 86_400.0
 COMPLETION_DEFAULT_TOKENS = 16
 """OpenAI's own default of `max_tokens` for text completions."""
 
@@ -146,6 +147,16 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+class CacheWishes(Body):
+    """What should become of a request's pages; see docs/policies.md."""
+
+    priority: int | None = Field(default=None, ge=0, le=100)
+    ttl_seconds: float | None = Field(default=None, gt=0, le=LONGEST_TTL_SECONDS)
+    pin: bool = False
+    will_return: Literal["yes", "no", "unknown"] = "unknown"
+    store: bool = True
+
+
 class Generation(Body):
     """What both kinds of completion share."""
 
@@ -160,6 +171,7 @@ class Generation(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     cache_salt: CacheSalt = ""
+    cache: CacheWishes = CacheWishes()
 
     @model_validator(mode="before")
     @classmethod

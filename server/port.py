@@ -32,8 +32,8 @@ class ServedEngine(Protocol):
     def call(self, function: Callable[[TierCache], T]) -> Future[T]:
         """Runs `function` on the engine thread between steps. Raises RequestError when full."""
 
-    def namespace(self, cache_salt: str) -> bytes:
-        """The fingerprint under which KV with this salt is shared."""
+    def namespace(self, cache_salt: str, tenant: str = "") -> bytes:
+        """The fingerprint under which this tenant's KV with this salt is shared."""
 
     def snapshot(self) -> EngineSnapshot:
         """The newest published copy of all counters."""

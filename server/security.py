@@ -7,15 +7,14 @@ type across origins without asking first (so a form or an image cannot start wor
 
 from __future__ import annotations
 
-import hmac
 import uuid
-from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.callers import Caller, Callers
 from server.errors import ApiError
-from tiercache.config import ServerConfig
+from tiercache.config import Config, ServerConfig
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 ADMIN_PATHS = frozenset({"/v1/cache/evict", "/v1/cache/flush"})
@@ -26,11 +25,10 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 class Gate:
     """ASGI middleware: gives each request an id, then lets it through or answers why not."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: Config) -> None:
         self._app = app
-        self._api_keys = [key.get_secret_value().encode() for key in server.api_keys]
-        self._admin_keys = [key.get_secret_value().encode() for key in server.admin_keys]
-        self._host_names = _expected_host_names(server)
+        self._callers = Callers(config)
+        self._host_names = _expected_host_names(config.server)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +52,7 @@ class Gate:
     def _examine(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         self._require_host(headers.get("host", ""))
-        self._require_key(scope["path"], headers.get("authorization", ""))
+        scope["state"]["caller"] = self._caller(scope["path"], headers.get("authorization", ""))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             _require_json(headers.get("content-type", ""))
 
@@ -65,31 +63,24 @@ class Gate:
         message = f"the Host header {host!r} is not one this server answers to ({names})"
         raise ApiError(403, message, code="unexpected_host")
 
-    def _require_key(self, path: str, authorization: str) -> None:
-        if path in OPEN_PATHS or not (self._api_keys or self._admin_keys):
-            return
+    def _caller(self, path: str, authorization: str) -> Caller:
+        """Who asks. Raises ApiError when they may not ask for `path`."""
+        if path in OPEN_PATHS or not self._callers.wants_keys:
+            return self._callers.anybody
         kind, _, key = authorization.partition(" ")
         if kind.lower() != "bearer" or not key:
             message = "this server wants a key: send `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="missing_api_key", headers=_CHALLENGE)
-        offered = key.strip().encode("utf-8", "surrogateescape")
-        is_admin = _is_one_of(offered, self._admin_keys)
-        if not is_admin and not _is_one_of(offered, self._api_keys):
+        caller = self._callers.find(key.strip().encode("utf-8", "surrogateescape"))
+        if caller is None:
             raise ApiError(401, "the key is wrong", code="invalid_api_key", headers=_CHALLENGE)
-        if path in ADMIN_PATHS and self._admin_keys and not is_admin:
+        if path in ADMIN_PATHS and self._callers.has_operators and not caller.is_admin:
             message = f"{path} wants one of server.admin_keys"
             raise ApiError(403, message, code="admin_key_required")
+        return caller
 
 
 _CHALLENGE = {"www-authenticate": "Bearer"}
-
-
-def _is_one_of(offered: bytes, keys: Iterable[bytes]) -> bool:
-    """Compares with every key in constant time, so the time taken says nothing about any."""
-    found = False
-    for key in keys:
-        found |= hmac.compare_digest(offered, key)
-    return found
 
 
 def _require_json(content_type: str) -> None:

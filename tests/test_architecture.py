@@ -18,6 +18,8 @@ LAYERS = [
         "errors",
         "clock",
         "config",
+        "config_fields",
+        "tenant_config",
         "config_problems",
         "sizes",
         "keys",
@@ -25,6 +27,8 @@ LAYERS = [
     },
     {
         "tree",
+        "tenants",
+        "tenant_room",
         "columns",
         "catalog",
         "admission",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -96,15 +96,19 @@ def test_a_described_size_is_short() -> None:
         ("cache.prefetch.fetch_deadline", "cache.prefetch.fetch_deadline_seconds"),
         ("page_tokens", "cache.page_tokens"),
         ("server.prefill_chunk_tokens", "engine.prefill_chunk_tokens"),
+        ("tenants.search.kyes", "tenants.search.keys"),
+        ("tenants.search.quota.hots", "tenants.search.quota.host"),
     ],
 )
 def test_an_unknown_key_is_refused_with_its_full_name_and_the_nearest_one(
     name: str, nearest: str
 ) -> None:
-    assert only_problem(nested(name, 1)) == f"{name}: unknown key; did you mean {nearest}?"
+    lines = problems(nested(name, 1))
+    assert f"{name}: unknown key; did you mean {nearest}?" in lines
+    assert len(lines) == 1 or name.startswith("tenants."), "a tenant lacks its keys besides"
 
 
-@pytest.mark.parametrize("name", ["tenants", "record", "tiers.disk.shards", "tiers.shared"])
+@pytest.mark.parametrize("name", ["record", "tiers.disk.shards", "tiers.shared"])
 def test_a_key_without_meaning_yet_is_unknown_like_any_other(name: str) -> None:
     assert only_problem(nested(name, {})).startswith(f"{name}: unknown key; ")
 
@@ -145,10 +149,16 @@ def test_a_key_without_meaning_yet_is_unknown_like_any_other(name: str) -> None:
         ("server.api_keys", "secret"),
         ("server.api_keys", [""]),
         ("server.admin_keys", ["with space"]),
+        ("tenants", ["a"]),
+        ("tenants.a", ["key"]),
+        ("tenants", {"a": {"keys": ["k"], "pins": -1}}),
+        ("tenants", {"a": {"keys": []}}),
+        ("tenants.a b", {"keys": ["k"]}),
+        ("tenants", {"a": {"keys": ["k"], "allow": ["pin"]}}),
     ],
 )
 def test_a_value_out_of_type_or_bounds_is_refused_by_name(name: str, value: object) -> None:
-    assert only_problem(nested(name, value)).startswith(f"{name}: ")
+    assert only_problem(nested(name, value)).startswith((f"{name}: ", f"{name}.a."))
 
 
 def test_all_problems_are_told_at_once_one_line_each() -> None:
@@ -186,6 +196,24 @@ def test_an_address_others_can_reach_needs_keys() -> None:
     assert parse_config({"server": {"host": "0.0.0.0", "admin_keys": ["k1"]}}).server.port == 8000
 
 
+def test_a_key_stands_for_one_caller() -> None:
+    tenants = {"a": {"keys": ["k1"]}, "b": {"keys": ["k2", "k1"]}}
+    assert "tenants.a.keys and tenants.b.keys" in only_problem({"tenants": tenants})
+    line = only_problem({"tenants": {"a": {"keys": ["k1"]}}, "server": {"admin_keys": ["k1"]}})
+    assert "server.admin_keys and tenants.a.keys" in line
+    assert "k1" not in line
+
+
+def test_a_quota_above_its_tier_is_refused_with_the_figures() -> None:
+    line = only_problem(
+        {
+            "tiers": {"host": {"capacity": "1GiB"}, "disk": {"capacity": 0}},
+            "tenants": {"a": {"keys": ["k"], "quota": {"host": "1025MiB"}}},
+        }
+    )
+    assert line == "tenants.a.quota.host (1025MiB) is above tiers.host.capacity (1GiB)"
+
+
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [
@@ -202,9 +230,12 @@ def test_secrets_are_never_shown_unless_asked_for() -> None:
     assert "hunter" not in effective_yaml(config)
     assert "hunter" not in repr(config)
     assert "hunter2" in effective_yaml(config, mask_secrets=False)
-    with pytest.raises(ConfigError) as caught:
-        parse_config({"server": {"api_keys": ["hunter 4"]}})
-    assert "hunter" not in str(caught.value)
+    config = parse_config({"tenants": {"a": {"keys": ["hunter2"]}}})
+    assert "hunter" not in effective_yaml(config) + repr(config)
+    for broken in ({"server": {"api_keys": ["hunter 4"]}}, {"tenants": {"a": {"keys": ["hu 4"]}}}):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(broken)
+        assert "hu" not in str(caught.value)
 
 
 def test_a_masked_key_is_not_taken_for_a_real_one() -> None:
@@ -218,6 +249,7 @@ def test_the_effective_yaml_loads_back_to_the_same_config() -> None:
             "tiers": {"host": {"capacity": "1.5 GB"}, "disk": {"path": "/tmp/käse"}},
             "engine": {"working_copy_capacity": "3MiB", "threads": 2},
             "server": {"api_keys": ["a", "b"], "request_deadline_seconds": 3},
+            "tenants": {"t": {"keys": ["c"], "quota": {"host": "1MiB"}, "allow": ["store"]}},
         }
     )
     assert parse_config(yaml.safe_load(effective_yaml(config, mask_secrets=False))) == config
@@ -234,8 +266,10 @@ def test_every_setting_is_described() -> None:
         for name, field in section.model_fields.items():
             if not (field.description or "").endswith("."):
                 found.append(f"{section.__name__}.{name}")
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                found += undescribed(field.annotation)
+            kinds = (field.annotation, *get_args(field.annotation))
+            for kind in kinds:
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    found += undescribed(kind)
         return found
 
     assert undescribed(Config) == []

@@ -38,6 +38,7 @@ from tiercache.records import PageNames
 from tiercache.retention import Retention
 from tiercache.room import RoomMaker
 from tiercache.settings import CacheSettings
+from tiercache.tenants import NOBODY, TenantBooks
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
 from tiercache.transfer import Transfers
@@ -75,6 +76,10 @@ class TierCache:
         self.tree = Tree(self.page_tokens)
         self.catalog = Catalog({t: limits.capacity_pages for t, limits in settings.tiers.items()})
         self.catalog.on_evictable = self._on_evictable
+        if settings.quotas:
+            capacities = {t: limits.capacity_pages for t, limits in settings.tiers.items()}
+            self.catalog.tenants = TenantBooks(settings.quotas, capacities)
+            self.catalog.tenants.grow(self.catalog.rows)
         self.tree.reserve(self.catalog.rows)
         self.pending = PendingPrefixes(self.page_tokens)
         self.leases: dict[int, Lease] = {}
@@ -118,7 +123,13 @@ class TierCache:
         kept_pages = max(limits.kept_pages for limits in settings.tiers.values())
         self.wishes = Wishes(self.catalog, HintGates(kept_pages), self._rank_fell)
         self.retention = Retention(
-            self.catalog, self.wishes, self.clock, stored=self._stored, unpin=self._unpin
+            self.catalog,
+            self.wishes,
+            self.clock,
+            page_tokens=self.page_tokens,
+            stored=self._stored,
+            unpin=self._unpin,
+            device_quota=self._device_quota,
         )
         self.forgetter = Forgetter(
             self.tree, self.catalog, self.moves, self.queues, self.writes, room=lambda: self.room
@@ -153,13 +164,16 @@ class TierCache:
         *,
         fetch: bool = True,
         because: MissReason | None = None,
+        store: bool = True,
+        tenant: str = "",
     ) -> Lease | Room:
         """Opens a lease on `tokens` (int32 `[n]`, n ≥ 1), or says when room may come.
 
         All or nothing: with a lease come DEVICE slots for every missing page of the prompt, for
         every page that has to be promoted, and for one page more. Otherwise nothing is held. With
         `fetch` false only pages that are on DEVICE already are used, and `because` is the reason
-        booked for the others.
+        booked for the others. With `store` false nothing will be inserted, and the lease has no
+        pages but those that are stored. What it fills counts for `tenant`; see `tenants`.
         """
         assert tokens.size >= 1
         if not self.settings.enabled:
@@ -185,19 +199,23 @@ class TierCache:
         self.catalog.pin(path)
         absent = path[sources != int(Tier.DEVICE)]
         cold = absent[~self.catalog.tiers[Tier.DEVICE].is_resident(absent)]
-        need = tokens.size // self.page_tokens - path.size + cold.size + 1
-        answer = self.room.make(Tier.DEVICE, int(need))
+        own = int(tokens.size // self.page_tokens - path.size + 1) if store else 0
+        payer = self._payer(tenant, path)
+        answer = self.room.make(Tier.DEVICE, own + int(cold.size), payer)
         if answer is not Room.NOW:
             self._unpin(path)
             return answer
-        lease = self._open(namespace, tokens, path, books)
+        lease = self._open(namespace, tokens, path, books, caching=store)
+        lease.payer = payer
         self._touch(path)
         self.catalog.hits[path] += 1
         for queue in self.writes.values():
             queue.used_again(path)
-        self.loads.start(cold)
+        self.loads.start(cold, payer)
         lease.awaited = absent
-        self._extend_own(lease, int(need - cold.size))
+        if not store:
+            return lease
+        self._extend_own(lease, own)
         if lease.matched_pages < lease.prompt_tokens // self.page_tokens:
             self.pending.lead(lease)
         return lease
@@ -218,7 +236,7 @@ class TierCache:
         self._must_be_open(lease)
         if not lease.caching:
             return Room.NOW
-        answer = self.room.make(Tier.DEVICE, pages)
+        answer = self.room.make(Tier.DEVICE, pages, lease.payer)
         if answer is Room.NOW:
             self._extend_own(lease, pages)
         return answer
@@ -304,8 +322,9 @@ class TierCache:
 
     # What is known of the future; see `wishes`
 
-    def announce(self, namespace: bytes, tokens: Tokens) -> Announcement:
-        """A request with this prompt waits in a queue, behind all announced before it.
+    def announce(self, namespace: bytes, tokens: Tokens, *, at_head: bool = False) -> Announcement:
+        """A request with this prompt waits in a queue, behind all announced before it, or before
+        them `at_head`.
 
         Pages it wants, stored now or later, leave after all that no queued request wants, and
         those that are wanted furthest behind leave first. Withdraw it when it has its lease.
@@ -314,7 +333,7 @@ class TierCache:
         names = chain_names(root_name(namespace, self.generation), usable, self.page_tokens)
         stored = self._stored(namespace, usable)
         self.catalog.name[stored] = names[: stored.size]
-        return self.wishes.announce(namespace, usable, names, stored)
+        return self.wishes.announce(namespace, usable, names, stored, at_head=at_head)
 
     def withdraw(self, announcement: Announcement) -> None:
         """The announced request is being served, or will never be. Does nothing the second time."""
@@ -523,7 +542,7 @@ class TierCache:
         self.room.trim(tier, limits.high_watermark, limits.low_watermark)
 
     def _extend_own(self, lease: Lease, pages: int) -> None:
-        own = self.catalog.new_pages(pages)
+        own = self.catalog.new_pages(pages, lease.payer)
         self.catalog.begin_fill(Tier.DEVICE, own)
         lease.pages = np.concatenate((lease.pages, own))
 
@@ -573,6 +592,19 @@ class TierCache:
             pages_per_second=None if rate is None else rate / self.settings.layout.page_bytes,
             pages_per_move=self.settings.pages_per_move,
         )
+
+    def _payer(self, tenant: str, path: PageIds) -> int:
+        """The index of a tenant that uses `path`, and takes of it what nobody has claimed."""
+        books = self.catalog.tenants
+        if books is None:
+            return NOBODY
+        payer = books.index(tenant)
+        books.claim(path, payer)
+        return payer
+
+    def _device_quota(self, tenant: str) -> int | None:
+        books = self.catalog.tenants
+        return None if books is None else books.quota(Tier.DEVICE, books.index(tenant))
 
     def _stored(self, namespace: bytes, tokens: Tokens) -> PageIds:
         match = self.tree.match(namespace, self.generation, tokens)

@@ -28,6 +28,7 @@ import numpy as np
 
 from tiercache.columns import NO_SLOT, FreeIds, TierColumns, grown
 from tiercache.keys import KEY_BYTES
+from tiercache.tenants import NOBODY, TenantBooks
 from tiercache.types import NO_PAGE, PageIds, Slots, SlotState, Tier
 
 USUAL_PRIORITY = 50
@@ -69,6 +70,7 @@ class Catalog:
         self.pinned_count = 0
         self._free_rows = FreeIds(rows)
         self.on_evictable: EvictableHook = lambda tier, pages: None
+        self.tenants: TenantBooks | None = None
 
     # Rows
 
@@ -81,8 +83,8 @@ class Catalog:
     def page_count(self) -> int:
         return self.rows - len(self._free_rows)
 
-    def new_pages(self, count: int) -> PageIds:
-        """Ids of `count` new rows: no copies, no pins, not in the tree."""
+    def new_pages(self, count: int, owner: int = NOBODY) -> PageIds:
+        """Ids of `count` new rows, a tenant's: no copies, no pins, not in the tree."""
         missing = count - len(self._free_rows)
         if missing > 0:
             self._grow_rows(missing)
@@ -92,6 +94,8 @@ class Catalog:
         self.last_use_seconds[pages] = 0
         self.key[pages] = 0
         self.name[pages] = 0
+        if self.tenants is not None:
+            self.tenants.own(pages, owner)
         return pages
 
     def forget(self, page: int) -> None:
@@ -172,8 +176,11 @@ class Catalog:
 
     # Transitions of copies. Each asserts what it needs.
 
-    def begin_fill(self, tier: Tier, pages: PageIds) -> Slots:
-        """FREE → FILLING for one slot per page. The caller made sure that slots are free."""
+    def begin_fill(self, tier: Tier, pages: PageIds, payer: int | None = None) -> Slots:
+        """FREE → FILLING for one slot per page. The caller made sure that slots are free.
+
+        The copies count for the tenant `payer`, or for the pages' owners; see `tenants`.
+        """
         columns = self.tiers[tier]
         assert columns.free_count >= pages.size, f"{tier.label} has no room for {pages.size} pages"
         assert not np.count_nonzero(columns.state[pages]), "a page has one copy per tier"
@@ -183,6 +190,8 @@ class Catalog:
         columns.slot_page[slots] = pages
         columns.slot_state[slots] = _FILLING
         columns.count(_FREE, _FILLING, pages.size)
+        if self.tenants is not None:
+            self.tenants.came(tier, pages, payer)
         self._count_children(columns, pages, +1)
         return slots
 
@@ -213,6 +222,8 @@ class Catalog:
         columns.slot_state[slots] = _RETIRING
         columns.count(_READY, _RETIRING, ready)
         columns.count(_FILLING, _RETIRING, pages.size - ready)
+        if self.tenants is not None:
+            self.tenants.left(tier, pages)
         self._count_children(columns, pages, -1)
         return slots
 
@@ -236,6 +247,8 @@ class Catalog:
         columns.slot[giver], columns.state[giver] = NO_SLOT, _FREE
         columns.slot[taker], columns.state[taker] = slot, _READY
         columns.slot_page[slot], columns.slot_state[slot] = taker, _READY
+        if self.tenants is not None:
+            self.tenants.handed(tier, giver, taker)
         self._count_children(columns, pair[1:], +1)
 
     # Pins
@@ -265,6 +278,7 @@ class Catalog:
             setattr(twin, name, getattr(self, name).copy())
         twin._free_rows = self._free_rows.copy()
         twin.pinned_count = self.pinned_count
+        twin.tenants = self.tenants.copy() if self.tenants is not None else None
         return twin
 
     # Eviction's view
@@ -329,6 +343,8 @@ class Catalog:
         self.live = grown(self.live, rows, 0)
         for columns in self.tiers.values():
             columns.grow(rows)
+        if self.tenants is not None:
+            self.tenants.grow(rows)
         self._free_rows.limit = rows
 
     def _count_children(self, columns: TierColumns, pages: PageIds, step: int) -> None:
@@ -358,6 +374,8 @@ class Catalog:
             problems.append("I5 a page has negative pins")
         if self.pinned_count != np.count_nonzero(self.pins):
             problems.append(f"I6 {self.pinned_count} pages are counted as pinned, wrongly")
+        if self.tenants is not None:
+            problems += self.tenants.check(self)
         if pins is not None:
             wrong = np.flatnonzero(pins != self.pins)
             problems += [

@@ -12,75 +12,24 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SecretStr,
-    SerializationInfo,
-    ValidationError,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from tiercache.config_fields import (
+    CountOrAuto,
+    FolderPath,
+    Keys,
+    PolicyName,
+    Section,
+    SizeBytes,
+    SizeOrAuto,
+)
 from tiercache.config_problems import HERE, explain_problems, load_yaml
 from tiercache.errors import ConfigError
-from tiercache.policy_names import known_policy
-from tiercache.sizes import GIB, KIB, MIB, format_size, parse_size
-
-_LARGEST_SIZE = 2**50
-
-
-def _parse_path(value: object) -> Path:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError("should be a folder, such as ./tiercache-data")
-    return Path(value).expanduser()
-
-
-def _parse_size_or_auto(value: object) -> int | str:
-    if value == "auto":
-        return "auto"
-    size_bytes = parse_size(value)
-    if not 1 <= size_bytes <= _LARGEST_SIZE:
-        raise ValueError(f"should be auto or a size from 1 byte to {format_size(_LARGEST_SIZE)}")
-    return size_bytes
-
-
-def _parse_count_or_auto(value: object) -> object:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1024
-    if value != "auto" and not is_count:
-        raise ValueError("should be auto or a whole number from 1 to 1024")
-    return value
-
-
-def _format_size_or_auto(value: int | str) -> str:
-    return value if isinstance(value, str) else format_size(value)
-
-
-SizeBytes = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    Field(ge=0, le=_LARGEST_SIZE),
-    PlainSerializer(format_size, when_used="json"),
-]
-SizeOrAuto = Annotated[
-    int | Literal["auto"],
-    BeforeValidator(_parse_size_or_auto),
-    PlainSerializer(_format_size_or_auto, when_used="json"),
-]
-CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_parse_count_or_auto)]
-FolderPath = Annotated[Path, BeforeValidator(_parse_path)]
-Keys = Annotated[tuple[SecretStr, ...], Field(strict=False)]
-PolicyName = Annotated[str, AfterValidator(known_policy)]
+from tiercache.sizes import GIB, KIB, MIB, format_size
+from tiercache.tenant_config import TenantConfig, TenantName
 
 
 def is_loopback(host: str) -> bool:
@@ -93,11 +42,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model answers, and in what numbers."""
 
     source: str = Field(
@@ -125,7 +70,7 @@ class ModelConfig(_Section):
         return value
 
 
-class PrefetchConfig(_Section):
+class PrefetchConfig(Section):
     """How long a request waits for pages, and for which, before it computes them itself."""
 
     policy: Literal["wait", "adaptive"] = Field(
@@ -154,7 +99,7 @@ class PrefetchConfig(_Section):
     )
 
 
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """What is cached and how it moves."""
 
     enabled: bool = Field(default=True, description="false computes every prompt in full.")
@@ -176,7 +121,7 @@ class CacheConfig(_Section):
     prefetch: PrefetchConfig = Field(default=PrefetchConfig(), description="Deadlines of loading.")
 
 
-class _TierConfig(_Section):
+class _TierConfig(Section):
     capacity: SizeBytes
     policy: PolicyName | None = Field(
         default=None, description="Eviction order here; null takes cache.policy."
@@ -242,7 +187,7 @@ class HostTierConfig(_SlowerTierConfig):
         return value
 
 
-class BreakerConfig(_Section):
+class BreakerConfig(Section):
     """When a disk counts as out of order, and when it is tried again."""
 
     failures: int = Field(
@@ -298,7 +243,7 @@ class DiskTierConfig(_SlowerTierConfig):
     )
 
 
-class TiersConfig(_Section):
+class TiersConfig(Section):
     """The tiers, faster to slower."""
 
     device: DeviceTierConfig = Field(
@@ -312,7 +257,7 @@ class TiersConfig(_Section):
     )
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """How much is computed at once."""
 
     max_running_requests: int = Field(
@@ -327,7 +272,7 @@ class EngineConfig(_Section):
     threads: CountOrAuto = Field(default="auto", description="Compute threads, 1 to 1024, or auto.")
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     """Who may ask, how much, and for how long."""
 
     host: str = Field(
@@ -363,22 +308,6 @@ class ServerConfig(_Section):
         description="Seconds pages may be written to slower tiers in at shutdown, after that.",
     )
 
-    @field_validator("api_keys", "admin_keys")
-    @classmethod
-    def _usable_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        for key in keys:
-            text = key.get_secret_value()
-            if not text or not text.isascii() or not text.isprintable() or " " in text:
-                raise ValueError("a key is one or more printable ASCII characters without spaces")
-            if set(text) == {"*"}:
-                raise ValueError("a key of asterisks alone is a masked one; put the real key here")
-        return keys
-
-    @field_serializer("api_keys", "admin_keys", when_used="json")
-    def _maybe_masked(self, keys: tuple[SecretStr, ...], info: SerializationInfo) -> list[str]:
-        show = isinstance(info.context, dict) and info.context.get("show_secrets") is True
-        return [key.get_secret_value() if show else "********" for key in keys]
-
     @model_validator(mode="after")
     def _keys_before_strangers(self) -> Self:
         if not self.api_keys and not self.admin_keys and not is_loopback(self.host):
@@ -389,7 +318,7 @@ class ServerConfig(_Section):
         return self
 
 
-class Config(_Section):
+class Config(Section):
     """Everything an operator can set. `Config()` is the default."""
 
     model: ModelConfig = Field(default=ModelConfig(), description="Which model answers.")
@@ -401,6 +330,35 @@ class Config(_Section):
         default=EngineConfig(), description="How much is computed at once."
     )
     server: ServerConfig = Field(default=ServerConfig(), description="Who may ask, and how much.")
+    tenants: dict[TenantName, TenantConfig] = Field(
+        default={}, description="Who shares the server, by name: keys, quotas and allowances."
+    )
+
+    @model_validator(mode="after")
+    def _a_key_says_who_it_is(self) -> Self:
+        owners: dict[str, str] = {}
+        for name, keys in (
+            ("server.api_keys", self.server.api_keys),
+            ("server.admin_keys", self.server.admin_keys),
+            *((f"tenants.{name}.keys", tenant.keys) for name, tenant in self.tenants.items()),
+        ):
+            for key in {one.get_secret_value() for one in keys}:
+                if other := owners.get(key):
+                    raise ValueError(f"{other} and {name} have a key in common; it must be one's")
+                owners[key] = name
+        return self
+
+    @model_validator(mode="after")
+    def _quotas_within_the_tiers(self) -> Self:
+        for name, tenant in self.tenants.items():
+            for tier, quota in tenant.quota.by_tier().items():
+                capacity = getattr(self.tiers, tier).capacity
+                if quota > capacity:
+                    raise ValueError(
+                        f"tenants.{name}.quota.{tier} ({format_size(quota)}) is above "
+                        f"tiers.{tier}.capacity ({format_size(capacity)})"
+                    )
+        return self
 
 
 def parse_config(mapping: Mapping[str, Any]) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,7 +15,7 @@ from tiercache.errors import ConfigError
 HERE = "<here>"
 """Stands in a validator's message for the dotted name of the section it belongs to."""
 
-_SECRET_KEYS = {"api_keys", "admin_keys"}
+_SECRET_KEYS = {"api_keys", "admin_keys", "keys"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,7 +59,7 @@ def load_yaml(path: Path) -> Mapping[str, Any]:
 def explain_problems(root: type[BaseModel], error: ValidationError) -> Iterator[str]:
     """One line for each failure: dotted name, what is wrong, what would be right."""
     for problem in error.errors(include_url=False):
-        location = problem["loc"]
+        location = tuple(part for part in problem["loc"] if part != "[key]")
         name = dotted_name(location)
         if problem["type"] == "extra_forbidden":
             yield f"{name}: unknown key; {_suggestion(root, location)}"
@@ -67,6 +67,8 @@ def explain_problems(root: type[BaseModel], error: ValidationError) -> Iterator[
             yield f"{name}: keys should be text"
         elif problem["type"] == "tuple_type":
             yield f"{name}: should be a list, such as [one, two]"
+        elif problem["type"] == "dict_type":
+            yield f"{name}: should be names with a section each (got {problem['input']!r})"
         elif problem["type"] == "model_type":
             names = ", ".join(_section_at(root, location).model_fields)
             yield f"{name}: should be a section with keys of: {names} (got {problem['input']!r})"
@@ -78,7 +80,7 @@ def _explain_value(name: str, location: tuple[int | str, ...], problem: Mapping[
     reason = problem.get("ctx", {}).get("error")
     if reason is None:
         message = problem["msg"].replace("Input should be", "should be", 1)
-    elif HERE in str(reason):
+    elif HERE in str(reason) or not name:
         return str(reason).replace(HERE, name)
     else:
         message = str(reason)
@@ -93,13 +95,15 @@ def dotted_name(location: tuple[int | str, ...]) -> str:
 
 
 def _section_at(root: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
-    section = root
+    kind: Any = root
     for part in location:
-        kind = section.model_fields[str(part)].annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, BaseModel)
-        section = kind
-    return section
+        if get_origin(kind) is dict:  # sections by a name the operator chose
+            kind = get_args(kind)[1]
+        else:
+            kind = kind.model_fields[str(part)].annotation
+    assert isinstance(kind, type)
+    assert issubclass(kind, BaseModel)
+    return kind
 
 
 def _suggestion(root: type[BaseModel], location: tuple[int | str, ...]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tiercache.catalog import Catalog, runs
 from tiercache.errors import TierError
-from tiercache.metrics import CacheCounters, CacheSnapshot, EvictOutcome, TierSnapshot
+from tiercache.metrics import CacheCounters, CacheSnapshot, EvictOutcome, TenantReport, TierSnapshot
 from tiercache.tree import Tree
 from tiercache.types import NO_PAGE, PageIds, SlotState, Tier, Tokens
 
@@ -190,7 +190,16 @@ def snapshot(cache: TierCache) -> CacheSnapshot:
         hit_ratios=cache.window.ratios(cache.clock.now_seconds()),
         counters=cache.counters.copy(),
         hints=cache.wishes.gates.report(),
+        tenants=_tenants(cache),
     )
+
+
+def _tenants(cache: TierCache) -> tuple[TenantReport, ...]:
+    books = cache.catalog.tenants
+    if books is None:
+        return ()
+    pins = Counter(pin.tenant for pin in cache.retention.pins)
+    return books.report(cache.settings.layout.page_bytes, pins)
 
 
 def _tier_snapshot(cache: TierCache, tier: Tier) -> TierSnapshot:

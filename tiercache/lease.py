@@ -88,6 +88,9 @@ class Lease:
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN
     caching: bool = True
+    """False for a lease that adds nothing: it has pages of what is stored, and no others."""
+    payer: int = 0
+    """Index of the tenant for whom its pages count; see `tenants`."""
 
     def page_range(self, start: int, stop: int) -> PageIds:
         """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""
@@ -113,8 +116,13 @@ class Follow:
 
 
 class Room(Enum):
-    """Whether slots can be had: now, after something in flight has ended, or not at all."""
+    """Whether slots can be had: now, after something in flight has ended, or not at all.
+
+    `QUOTA` means that the tier may have room and the tenant has not: some comes when one of its
+    own requests or pins ends.
+    """
 
     NOW = "now"
     SOON = "soon"
     NONE = "none"
+    QUOTA = "quota"

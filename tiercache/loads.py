@@ -14,6 +14,7 @@ from tiercache.catalog import Catalog
 from tiercache.lease import Lease, Room
 from tiercache.moves import MoveBook, Settled
 from tiercache.room import RoomMaker
+from tiercache.tenants import NOBODY
 from tiercache.transfer import batches
 from tiercache.types import PageIds, Tier
 
@@ -31,14 +32,14 @@ class Loads:
         self._room = room
         self._pages_per_move = pages_per_move
 
-    def start(self, cold: PageIds) -> None:
+    def start(self, cold: PageIds, payer: int = NOBODY) -> None:
         """Starts chains for `cold` pages, for which DEVICE has room; pages from DISK pass through
-        HOST if it has room, so that the next hit is nearer."""
+        HOST if it has room, so that the next hit is nearer. The copies count for `payer`."""
         on_host = self._catalog.ready_on(Tier.HOST, cold)
         for batch in batches(cold[on_host], self._pages_per_move):
-            self._moves.start(batch, Tier.HOST, (Tier.DEVICE,))
+            self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), payer)
         for batch in batches(cold[~on_host], self._pages_per_move):
-            self._moves.start(batch, Tier.DISK, self._chain_up(batch))
+            self._moves.start(batch, Tier.DISK, self._chain_up(batch, payer), payer)
 
     def give_up(self, lease: Lease, others: Iterable[Lease]) -> list[Settled]:
         """Takes back what only `lease` waited for and no worker has begun."""
@@ -52,10 +53,10 @@ class Loads:
                 settled.append(self._moves.cancel(move))
         return [one for one in settled if one is not None]
 
-    def _chain_up(self, batch: PageIds) -> tuple[Tier, ...]:
+    def _chain_up(self, batch: PageIds, payer: int) -> tuple[Tier, ...]:
         host = self._catalog.tiers.get(Tier.HOST)
         if host is None or host.is_resident(batch).any():
             return (Tier.DEVICE,)
-        if self._room.make(Tier.HOST, batch.size) is not Room.NOW:
+        if self._room.make(Tier.HOST, batch.size, payer) is not Room.NOW:
             return (Tier.DEVICE,)
         return (Tier.HOST, Tier.DEVICE)

@@ -47,6 +47,7 @@ class DropReason(StrEnum):
     OLD_GENERATION = "old_generation"
     SHUTDOWN = "shutdown"
     NOT_ADMITTED = "not_admitted"
+    OVER_QUOTA = "over_quota"
     RATE_LIMITED = "rate_limited"
 
 
@@ -192,6 +193,24 @@ class HintReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantTier:
+    """What one tenant's pages take on one tier; without a quota `quota_bytes` is None."""
+
+    tier: str
+    used_bytes: int
+    quota_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReport:
+    """One tenant at one moment."""
+
+    name: str
+    pins: int
+    tiers: tuple[TenantTier, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSnapshot:
     """The cache at one moment: a copy, safe to read from any thread."""
 
@@ -207,6 +226,7 @@ class CacheSnapshot:
     hit_ratios: Mapping[Tier, float]
     counters: CacheCounters
     hints: tuple[HintReport, ...] = ()
+    tenants: tuple[TenantReport, ...] = ()
 
     @property
     def hit_rate(self) -> float:

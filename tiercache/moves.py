@@ -60,9 +60,12 @@ class MoveBook:
         self.trouble: dict[Tier, str] = {}
         """What went wrong on a tier last, until something goes right there."""
 
-    def start(self, pages: PageIds, source: Tier, hops: tuple[Tier, ...]) -> Move:
+    def start(
+        self, pages: PageIds, source: Tier, hops: tuple[Tier, ...], payer: int | None = None
+    ) -> Move:
         """Opens a move of `pages` along `hops`. Every hop has room and every source copy is READY.
 
+        The copies count for the tenant `payer`, or for the pages' owners.
         HOST is left out for pages that are resident there already; the caller groups by that.
         """
         assert self._catalog.ready_on(source, pages).all()
@@ -73,7 +76,7 @@ class MoveBook:
             pages=pages,
             source=source,
             source_slots=self._catalog.tiers[source].slot[pages].copy(),
-            hops=tuple(Hop(tier, self._catalog.begin_fill(tier, pages)) for tier in hops),
+            hops=tuple(Hop(tier, self._catalog.begin_fill(tier, pages, payer)) for tier in hops),
             records=records,
         )
         self._submit(move.serial, move)

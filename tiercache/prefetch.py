@@ -1,8 +1,10 @@
-"""Prefetch: what queued requests will need comes from DISK to HOST while they wait.
+"""The queue: what waiting requests will need is protected, and brought from DISK to HOST.
 
-A queued request holds nothing. Its pages that are on DISK only are read into HOST as far as the
-budget and the room there allow, so that by the time it is admitted its prefix is one copy away.
-Pages prefetched for a request count against the budget until the request starts or leaves.
+A queued request holds nothing. It is announced, so that its pages are the last to leave any tier,
+and its pages that are on DISK only are read into HOST as far as the budget and the room there
+allow, so that by the time it is admitted its prefix is one copy away. Room for them is never taken
+from pages that a request before it wants. Pages read for a request count against the budget until
+the request starts or leaves; that is also when its announcement ends.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import numpy as np
 from tiercache.cache import TierCache
 from tiercache.lease import Room
 from tiercache.metrics import PrefetchOutcome
+from tiercache.tenants import NOBODY
 from tiercache.transfer import batches
 from tiercache.types import PageIds, SlotState, Tier, Tokens
+from tiercache.wishes import Announcement
 
 _NO_PAGES: PageIds = np.empty(0, np.intp)
 
@@ -31,8 +35,31 @@ class Prefetcher:
         self._budget_pages = (
             int(budget_fraction * host.capacity_pages) if host is not None and has_disk else 0
         )
+        self._announced: dict[str, tuple[Announcement, int]] = {}
+        """By request, with the index of its tenant."""
         self._pages: dict[str, PageIds] = {}
         """By request; a row among them may meanwhile stand for another page, so they only count."""
+
+    def announce(
+        self,
+        request_id: str,
+        namespace: bytes,
+        tokens: Tokens,
+        *,
+        tenant: str = "",
+        at_head: bool = False,
+    ) -> None:
+        """Protects what `request_id` will need until it has started or left.
+
+        It stands behind all announced before it, or before them `at_head`. Later calls for it do
+        nothing. About 20 ns a token the first time.
+        """
+        if request_id in self._announced or not self._cache.settings.enabled:
+            return
+        announcement = self._cache.announce(namespace, tokens, at_head=at_head)
+        books = self._cache.catalog.tenants
+        payer = NOBODY if books is None else books.index(tenant)
+        self._announced[request_id] = (announcement, payer)
 
     def begin(self, request_id: str, namespace: bytes, tokens: Tokens) -> None:
         """Starts reading what `request_id` will need from DISK; later calls for it do nothing."""
@@ -42,13 +69,14 @@ class Prefetcher:
         self._cache.queues[Tier.HOST].touch(path)  # wanted soon: not what leaves HOST next
         cold = self._only_on_disk(path)
         left = self._budget_pages - sum(pages.size for pages in self._pages.values())
-        fits = cold[: max(0, left)]
+        serial, payer = self._place(request_id)
+        fits = cold[: max(0, min(left, self._yielding_pages(serial)))]
         self._cache.catalog.pin(fits)  # making room must not cost the copies that are to be read
         begun: list[PageIds] = []
         for batch in batches(fits, self._cache.settings.pages_per_move):
-            if self._cache.room.make(Tier.HOST, batch.size) is not Room.NOW:
+            if self._cache.room.make(Tier.HOST, batch.size, payer) is not Room.NOW:
                 break
-            self._cache.moves.start(batch, Tier.DISK, (Tier.HOST,))
+            self._cache.moves.start(batch, Tier.DISK, (Tier.HOST,), payer)
             begun.append(batch)
         self._cache.catalog.unpin(fits)
         self._pages[request_id] = np.concatenate(begun) if begun else _NO_PAGES
@@ -63,16 +91,36 @@ class Prefetcher:
         return bool((state == int(SlotState.FILLING)).any())
 
     def started(self, request_id: str) -> None:
-        """The request has its lease: its pages count no more."""
+        """The request has its lease: it wants and its pages count no more."""
+        self._withdraw(request_id)
         pages = self._pages.pop(request_id, _NO_PAGES)
         used = int(np.count_nonzero(self._cache.catalog.ready_on(Tier.HOST, pages)))
         self._count(PrefetchOutcome.USED, used)
         self._count(PrefetchOutcome.LATE, pages.size - used)
 
     def left(self, request_id: str) -> None:
-        """The request went without starting."""
+        """The request went without starting, or after it had."""
+        self._withdraw(request_id)
         pages = self._pages.pop(request_id, _NO_PAGES)
         self._count(PrefetchOutcome.UNUSED, pages.size)
+
+    def _withdraw(self, request_id: str) -> None:
+        announced = self._announced.pop(request_id, None)
+        if announced is not None:
+            self._cache.withdraw(announced[0])
+
+    def _place(self, request_id: str) -> tuple[int | None, int]:
+        """The serial of a request's announcement, None without one, and its tenant's index."""
+        announced = self._announced.get(request_id)
+        return (None, NOBODY) if announced is None else (announced[0].serial, announced[1])
+
+    def _yielding_pages(self, serial: int | None) -> int:
+        """HOST pages that are free, or that no request before this one wants."""
+        catalog = self._cache.catalog
+        columns = catalog.tiers[Tier.HOST]
+        wanted = catalog.wanted[catalog.unpinned_ready(Tier.HOST)]
+        yields = (wanted == 0) if serial is None else (wanted == 0) | (wanted > serial)
+        return columns.free_count + int(np.count_nonzero(yields))
 
     def _usable_prefix(self, namespace: bytes, tokens: Tokens) -> PageIds:
         """The stored pages that the request will use: up to a hole, without its last token."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tiercache.cache import TierCache
+from tiercache.tenants import UNCLAIMED
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.disk_table import NOBODY, RecordTable
 from tiercache.tree import Match
@@ -28,7 +29,7 @@ def restore(cache: TierCache, found: RecordTable | Sequence[PageRecord]) -> int:
         cache.moves.erase_records(tuple(table.only(~is_kept).key_list))
     if not len(kept):
         return 0
-    pages = cache.catalog.new_pages(len(kept))
+    pages = cache.catalog.new_pages(len(kept), UNCLAIMED)
     _note(cache, kept, pages)
     _hang(cache, kept, pages)
     cache.catalog.begin_fill(Tier.DISK, pages)

@@ -32,13 +32,14 @@ class Pin:
     prompt_tokens: int
     pages: tuple[int, ...]
     until_seconds: float | None
+    tenant: str = ""
 
 
 class Retention:
     """Pins by serial number and priorities by page.
 
     `stored` finds the pages of a prompt; `unpin` takes one pin off each page and forgets what that
-    leaves without a holder.
+    leaves without a holder; `device_quota` is how many DEVICE pages a tenant may fill.
     """
 
     def __init__(
@@ -47,14 +48,18 @@ class Retention:
         wishes: Wishes,
         clock: Clock,
         *,
+        page_tokens: int,
         stored: Callable[[bytes, Tokens], PageIds],
         unpin: Callable[[PageIds], None],
+        device_quota: Callable[[str], int | None] = lambda tenant: None,
     ) -> None:
         self._catalog = catalog
         self._wishes = wishes
         self._clock = clock
         self._stored = stored
         self._unpin = unpin
+        self._page_tokens = page_tokens
+        self._device_quota = device_quota
         self._pins: dict[int, Pin] = {}
         self._prioritised: dict[int, PageIds] = {}
         self._ends: list[tuple[float, int]] = []
@@ -70,26 +75,72 @@ class Retention:
         """Different pages under any pin."""
         return len({page for pin in self._pins.values() for page in pin.pages})
 
-    def pin(self, namespace: bytes, tokens: Tokens, *, ttl_seconds: float | None = None) -> Pin:
+    def pin(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        *,
+        ttl_seconds: float | None = None,
+        tenant: str = "",
+        most_pins: int | None = None,
+    ) -> Pin:
         """Keeps what is stored of a prompt until `ttl_seconds` from now, or until it is released.
 
-        Raises RetentionError when the pins would not leave room on DEVICE, with the figures.
+        Raises RetentionError, with the figures, when the pins would not leave room on DEVICE or in
+        the tenant's quota there, or when `tenant` holds `most_pins` already.
         """
         until = self._until(ttl_seconds)
         pages = self._stored(namespace, tokens)
-        held = {page for pin in self._pins.values() for page in pin.pages}
-        total = len(held.union(pages.tolist()))
-        most = self._catalog.tiers[Tier.DEVICE].capacity_pages - LEAST_UNPINNED_PAGES
-        if total > most:
-            raise RetentionError(
-                f"pinning {pages.size} pages would make {total} pinned pages; DEVICE has "
-                f"{most + LEAST_UNPINNED_PAGES}, of which at most {most} may be pinned"
-            )
-        pin = Pin(self._serial(), namespace, int(tokens.size), tuple(pages.tolist()), until)
+        self._require_few(tenant, most_pins)
+        self._require_room(pages.tolist(), 0, tenant)
+        pin = Pin(self._serial(), namespace, int(tokens.size), tuple(pages.tolist()), until, tenant)
         self._catalog.pin(pages)
         self._pins[pin.serial] = pin
         self._end(until, pin.serial)
         return pin
+
+    def require_room(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        *,
+        tenant: str = "",
+        most_pins: int | None = None,
+    ) -> None:
+        """Raises RetentionError when all of a prompt, once it is stored, could not be pinned now.
+
+        Changes nothing; for whoever wants to refuse before the work is done.
+        """
+        stored = self._stored(namespace, tokens)
+        self._require_few(tenant, most_pins)
+        missing = int(tokens.size) // self._page_tokens - stored.size
+        self._require_room(stored.tolist(), missing, tenant)
+
+    def _require_few(self, tenant: str, most_pins: int | None) -> None:
+        held = sum(pin.tenant == tenant for pin in self._pins.values())
+        if most_pins is not None and held >= most_pins:
+            whose = f"tenant {tenant}" if tenant else "this caller"
+            raise RetentionError(f"{whose} holds {held} pins and may hold {most_pins}")
+
+    def _require_room(self, pages: list[int], more: int, tenant: str) -> None:
+        """With `pages` and `more` new ones pinned, some must be left to requests."""
+        capacity = self._catalog.tiers[Tier.DEVICE].capacity_pages
+        quota = self._device_quota(tenant)
+        mine = [pin for pin in self._pins.values() if pin.tenant == tenant]
+        for pins, size, whose in (
+            (self._pins.values(), capacity, "DEVICE"),
+            (mine, quota, f"tenant {tenant}'s quota on DEVICE"),
+        ):
+            if size is None:
+                continue
+            held = {page for pin in pins for page in pin.pages}
+            total = len(held.union(pages)) + more
+            most = size - LEAST_UNPINNED_PAGES
+            if total > most:
+                raise RetentionError(
+                    f"pinning {len(pages) + more} pages would make {total} pinned pages; "
+                    f"{whose} has {size}, of which at most {most} may be pinned"
+                )
 
     def release(self, serial: int) -> bool:
         """Gives a pin back; False when there is none of that number (any more)."""

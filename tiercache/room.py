@@ -15,6 +15,8 @@ from tiercache.eviction import VictimQueue
 from tiercache.lease import Room
 from tiercache.metrics import CacheCounters, DropReason, EvictOutcome
 from tiercache.moves import MoveBook
+from tiercache.tenant_room import own_victims
+from tiercache.tenants import NOBODY
 from tiercache.types import PageIds, Tier
 
 
@@ -45,12 +47,16 @@ class RoomMaker:
         self._leaving: dict[int, Tier] = {}
         """Pages that are being written down before they leave a tier."""
 
-    def make(self, tier: Tier, pages: int) -> Room:
-        """Tries to have `pages` free slots on `tier`.
+    def make(self, tier: Tier, pages: int, payer: int = NOBODY) -> Room:
+        """Tries to have `pages` free slots on `tier` for the tenant `payer`.
 
         Nothing is evicted when it could not be enough. `SOON` means that slots are on their way:
-        ask again after the next completion.
+        ask again after the next completion. A tenant at its quota gives up own pages first, and
+        only those for as long as it is.
         """
+        within = self.make_own(tier, pages, payer)
+        if within is not Room.NOW:
+            return within
         columns = self._catalog.tiers[tier]
         if columns.free_count >= pages:
             return Room.NOW
@@ -64,6 +70,20 @@ class RoomMaker:
         if columns.free_count >= pages:
             return Room.NOW
         return Room.SOON if self._moves.open else Room.NONE
+
+    def make_own(self, tier: Tier, pages: int, payer: int) -> Room:
+        """Makes room for `pages` more pages in the quota of a tenant, from its own pages alone."""
+        books = self._catalog.tenants
+        if books is None or (over := pages - books.room(tier, payer)) <= 0:
+            return Room.NOW
+        policy = self._queues[tier].policy
+        victims = own_victims(self._catalog, books, tier, policy, payer, over)
+        if victims.size:
+            self._evict(tier, victims)
+        if books.room(tier, payer) >= pages:
+            return Room.NOW
+        leaving = np.array([p for p, t in self._leaving.items() if t is tier], np.int32)
+        return Room.SOON if books.pays_for(tier, leaving, payer).any() else Room.QUOTA
 
     def trim(self, tier: Tier, high_watermark: float, low_watermark: float) -> None:
         """Evicts ahead: above the high watermark, down to the low one."""

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiercache.admission import AdmissionRule
+from tiercache.tenants import Quotas
 from tiercache.types import PageLayout, Tier
 
 MOVE_BYTES = 12 << 20
@@ -48,6 +49,8 @@ class CacheSettings:
     ghost_pages: int = 200_000
     loads_adaptively: bool = False
     """Load only what arrives sooner than it can be computed; otherwise whatever is stored."""
+    quotas: Quotas = field(default_factory=dict)
+    """Most pages of each tenant by tier; a tenant without an entry is not told from nobody."""
 
     @property
     def pages_per_move(self) -> int:

@@ -12,7 +12,8 @@ moment they are. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -27,7 +28,7 @@ _PRIORITY_STEP = 4.0
 
 _WANTED_STEP = 1024.0
 _WANTED_BASE = 2.0**40
-"""Above every priority; serials count up from 1 and are subtracted."""
+"""Above every priority; serials, which are small beside it, are subtracted."""
 
 
 class WillReturn(IntEnum):
@@ -58,7 +59,7 @@ class Wishes:
         self.active = False
         self._queued: dict[int, Announcement] = {}
         self._wanting: dict[int, list[int]] = {}
-        self._next_serial = 0
+        self._first_serial = self._last_serial = 0
 
     @property
     def queued(self) -> int:
@@ -67,19 +68,34 @@ class Wishes:
     # Queued requests
 
     def announce(
-        self, namespace: bytes, tokens: Tokens, names: np.ndarray, stored: PageIds
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        names: np.ndarray,
+        stored: PageIds,
+        *,
+        at_head: bool = False,
     ) -> Announcement:
-        """A request joins the queue. `stored` are the pages there are of it, its first ones."""
+        """A request joins the queue at its end, or `at_head` before all others.
+
+        `stored` are the pages there are of it, its first ones.
+        """
         self.active = True
-        self._next_serial += 1
-        announcement = Announcement(self._next_serial, namespace, tokens, tuple(names.tolist()))
+        announcement = Announcement(self._serial(at_head), namespace, tokens, tuple(names.tolist()))
         self._queued[announcement.serial] = announcement
         for name in announcement.names:
-            self._wanting.setdefault(name, []).append(announcement.serial)
-        wanted = self._catalog.wanted
-        wanted[stored] = np.where(wanted[stored] == 0, announcement.serial, wanted[stored])
+            insort(self._wanting.setdefault(name, []), announcement.serial)
+        self._catalog.wanted[stored] = self._first_wanting(announcement.names[: stored.size])
         self._rank(stored)
         return announcement
+
+    def _serial(self, at_head: bool) -> int:
+        """Counts up from 1, and for those at the head down from -1: 0 stands for nobody."""
+        if at_head:
+            self._first_serial -= 1
+            return self._first_serial
+        self._last_serial += 1
+        return self._last_serial
 
     def withdraw(self, announcement: Announcement, stored: PageIds) -> None:
         """The request is being served, or gone. Its pages are wanted by those behind it, if any."""
@@ -94,7 +110,7 @@ class Wishes:
         self._catalog.wanted[stored] = self._first_wanting(names)
         self._rank(stored)
 
-    def _first_wanting(self, names: list[int]) -> list[int]:
+    def _first_wanting(self, names: Sequence[int]) -> list[int]:
         return [self._wanting[name][0] if name in self._wanting else 0 for name in names]
 
     # Pages
@@ -141,7 +157,7 @@ class Wishes:
             said *= self.gates.open_for(catalog.gate[pages], said)
         rank = said + (catalog.priority[pages] - USUAL_PRIORITY) * _PRIORITY_STEP
         wanted = catalog.wanted[pages]
-        rank[wanted > 0] += (_WANTED_BASE - wanted[wanted > 0]) * _WANTED_STEP
+        rank[wanted != 0] += (_WANTED_BASE - wanted[wanted != 0]) * _WANTED_STEP
         fallen = pages[rank < catalog.rank[pages]]
         catalog.rank[pages] = rank
         if fallen.size:

@@ -213,6 +213,7 @@ class WriteQueue:
     def _begin(self, pages: PageIds, room: RoomMaker) -> bool:
         """Starts moves for `pages`, one per run of equal source, or puts them back."""
         held = self._hold(pages)
+        pages = self._within_quotas(pages, room)
         answer = room.make(self.tier, pages.size)
         fits = pages[: self._catalog.tiers[self.tier].free_count]
         for first, last, source in runs(self._sources(fits)):
@@ -227,6 +228,27 @@ class WriteQueue:
         else:
             self._put_back(rest)
         return bool(fits.size)
+
+    def _within_quotas(self, pages: PageIds, room: RoomMaker) -> PageIds:
+        """Those of `pages` for which their owners have room here; the others are not written, nor
+        on DISK what hangs below them."""
+        books = self._catalog.tenants
+        if books is None or not pages.size:
+            return pages
+        owners = books.owners(pages).tolist()
+        left = {}
+        for owner in set(owners):
+            room.make_own(self.tier, owners.count(owner), owner)
+            left[owner] = books.room(self.tier, owner)
+        over: set[int] = set()
+        for page, owner in zip(pages.tolist(), owners, strict=True):
+            headless = self.tier is Tier.DISK and int(self._catalog.parent[page]) in over
+            if left[owner] > 0 and not headless:
+                left[owner] -= 1
+            else:
+                over.add(page)
+                self._refuse(page, DropReason.OVER_QUOTA)
+        return pages[~np.isin(pages, list(over))] if over else pages
 
     def _put_back(self, pages: list[int]) -> None:
         """Next in turn again; whatever they need before them is on its way or in `pages`."""

@@ -27,9 +27,9 @@ def test_a_request_that_comes_while_the_engine_stops_is_refused(
     rig = make_rig()
     ordinary = rig.engine.namespace
 
-    def slow(salt: str) -> bytes:
+    def slow(salt: str, tenant: str) -> bytes:
         rig.engine.stop(5)
-        return ordinary(salt)
+        return ordinary(salt, tenant)
 
     monkeypatch.setattr(rig.engine, "namespace", slow)
     with pytest.raises(RequestError, match="shutting down"):
@@ -44,9 +44,9 @@ def test_a_request_that_comes_while_the_engine_breaks_is_refused(
     ordinary = rig.engine.namespace
     first = rig.ask(prompt(1))
 
-    def slow(salt: str) -> bytes:
+    def slow(salt: str, tenant: str) -> bytes:
         wait_for_thread(rig)
-        return ordinary(salt)
+        return ordinary(salt, tenant)
 
     monkeypatch.setattr(rig.engine, "namespace", slow)
     with pytest.raises(RequestError, match="out of memory"):

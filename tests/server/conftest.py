@@ -74,8 +74,9 @@ def connect(engine: ScriptedEngine) -> Iterator[Connect]:
     """Starts a server with the given `server:` settings and gives an HTTP client to it."""
     with ExitStack() as stack:
 
-        def start(**server: Any) -> httpx.Client:
-            url = stack.enter_context(running(engine, parse_config({"server": server})))
+        def start(tenants: dict[str, Any] | None = None, **server: Any) -> httpx.Client:
+            config = parse_config({"server": server, "tenants": tenants or {}})
+            url = stack.enter_context(running(engine, config))
             return stack.enter_context(http_client(url))
 
         yield start

@@ -134,8 +134,8 @@ class ScriptedEngine:
         future.set_result(function(self.cache))
         return future
 
-    def namespace(self, cache_salt: str) -> bytes:
-        return b"namespace of " + cache_salt.encode()
+    def namespace(self, cache_salt: str, tenant: str = "") -> bytes:
+        return b"namespace of " + f"{tenant}/{cache_salt}".lstrip("/").encode()
 
     def snapshot(self) -> EngineSnapshot:
         return engine_snapshot(self.tiers)

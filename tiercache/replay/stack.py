@@ -15,7 +15,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tiercache.config import PolicyName
+from tiercache.config_fields import PolicyName
 from tiercache.config_problems import HERE, explain_problems, load_yaml
 from tiercache.errors import ConfigError
 from tiercache.replay.result import parse_capacity

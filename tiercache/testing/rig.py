@@ -12,6 +12,7 @@ from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.restore import restore
 from tiercache.settings import CacheSettings, TierLimits
+from tiercache.tenants import Quotas
 from tiercache.testing.transfers import ManualTransfers
 from tiercache.tiers.memory import ArrayPool
 from tiercache.tiers.store import PageStore, StoreHealth
@@ -41,6 +42,7 @@ class CacheRig:
         move_pages: int = 4,
         watermarks: tuple[float, float] = (1.0, 0.95),
         write_policy: str = "write_through",
+        quotas: Quotas | None = None,
     ) -> None:
         self.layout = PageLayout(1, 1, 8, page_tokens, "bfloat16")
         page_bytes = self.layout.page_bytes
@@ -60,6 +62,7 @@ class CacheRig:
                 },
                 move_bytes=move_pages * page_bytes,
                 write_policy=write_policy,
+                quotas=quotas or {},
             ),
             self.transfers,
             store=store,
@@ -78,10 +81,10 @@ class CacheRig:
                 return
         raise AssertionError("the cache does not come to rest")
 
-    def acquire(self, tokens: Tokens, namespace: bytes = b"n" * 32) -> Lease:
+    def acquire(self, tokens: Tokens, namespace: bytes = b"n" * 32, *, tenant: str = "") -> Lease:
         """A lease on `tokens` whose prefix has arrived."""
         for _ in range(20):
-            lease = self.cache.acquire(namespace, tokens)
+            lease = self.cache.acquire(namespace, tokens, tenant=tenant)
             if lease is not Room.SOON:
                 break
             self.settle()
@@ -102,10 +105,12 @@ class CacheRig:
             )
         self.cache.insert(lease, upto_tokens)
 
-    def store_prompt(self, tokens: Tokens, namespace: bytes = b"n" * 32) -> None:
+    def store_prompt(
+        self, tokens: Tokens, namespace: bytes = b"n" * 32, *, tenant: str = ""
+    ) -> None:
         """A whole request: acquire, compute, insert, release."""
         self.clock.advance(1.0)
-        lease = self.acquire(tokens, namespace)
+        lease = self.acquire(tokens, namespace, tenant=tenant)
         self.compute(lease, tokens.size)
         self.cache.book(lease)
         self.cache.release(lease)
