@@ -133,7 +133,7 @@ def _attend(
     if span.wait_layer is not None:
         span.wait_layer(layer)  # the one place: nobody reads a prefix before it has arrived
     attended = F.scaled_dot_product_attention(
-        folded.unflatten(1, (parts, -1)).transpose(0, 1),
+        folded.reshape(kv_heads, parts, -1, folded.shape[-1]).transpose(0, 1),
         keys[:keys_read].transpose(0, 1).expand(parts, -1, -1, -1),
         values[:keys_read].transpose(0, 1).expand(parts, -1, -1, -1),
         attn_mask=span.mask,
