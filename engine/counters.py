@@ -17,6 +17,7 @@ class EngineCounters:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    aborted_steps: int = 0
     most_running_requests: int = 0
     ttft_seconds: dict[str, Histogram] = field(default_factory=dict)
     inter_token_seconds: Histogram = field(default_factory=Histogram)

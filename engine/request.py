@@ -46,7 +46,9 @@ class Active:
     lease: Lease | None = None
     working_copy: WorkingCopy | None = None
     computed_tokens: int = 0
-    """Tokens whose K and V are in the working copy."""
+    """Tokens whose K and V are in the working copy, but for the prefix while that is pending."""
+    prefix_pending: bool = False
+    """RUNNING, and its first forward pass will bring the prefix in, see `arrival`."""
     follow: Follow | None = None
     waiting_since_seconds: float | None = None
     """Start of the current wait for a leader or for pages."""
@@ -91,6 +93,11 @@ class Active:
     def may_load(self) -> bool:
         """Whether stored pages that are not on DEVICE are still worth a try."""
         return self.give_up in (None, MissReason.BEING_COMPUTED)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether its prefix is in place and all that it lacks is computing."""
+        return self.state is State.RUNNING and not self.prefix_pending
 
     @property
     def is_decoding(self) -> bool:

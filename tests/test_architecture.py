@@ -24,6 +24,7 @@ LAYERS = [
         "sizes",
         "keys",
         "metrics",
+        "layers",
     },
     {
         "tree",

@@ -142,7 +142,9 @@ class TierCache:
             demote=self._demote,
             forget=self.forgetter.all_gone,
         )
-        self.loads = Loads(self.catalog, self.moves, self.room, settings.pages_per_move)
+        self.loads = Loads(
+            self.catalog, self.moves, self.room, settings.layout, settings.pages_per_move
+        )
 
     # A request's life
 
