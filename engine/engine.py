@@ -24,6 +24,7 @@ from engine.api import (
     GenerationRequest,
     RequestError,
 )
+from engine.explainer import Explainer
 from engine.models import LoadedModel
 from engine.turns import Turns
 from tiercache.cache import TierCache
@@ -62,8 +63,10 @@ class Engine:
         clock: Clock,
         wake: threading.Event,
         close: Callable[[], None],
+        explainer: Explainer | None = None,
     ) -> None:
         self.model = model
+        self.explainer = explainer
         self.limits = limits
         self.failure: str | None = None
         self._cache = cache
@@ -156,7 +159,10 @@ class Engine:
 
     def namespace(self, cache_salt: str) -> bytes:
         """Fingerprint of everything that must be equal for KV to be shared."""
-        return fingerprint({**self._identity, "salt": cache_salt})
+        fields = {**self._identity, "salt": cache_salt}
+        namespace = fingerprint(fields)
+        self._cache.namespaces.note(namespace, fields)
+        return namespace
 
     def snapshot(self) -> EngineSnapshot:
         """The newest published copy. Costs nothing and never waits."""

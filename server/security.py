@@ -45,18 +45,20 @@ class Gate:
             await send(message)
 
         try:
-            self._examine(scope)
+            scope["state"]["is_admin"] = self._examine(scope)
         except ApiError as error:
             await error.response()(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
 
-    def _examine(self, scope: Scope) -> None:
+    def _examine(self, scope: Scope) -> bool:
+        """Whether an admin asks. Raises ApiError for who may not ask at all."""
         headers = Headers(scope=scope)
         self._require_host(headers.get("host", ""))
-        self._require_key(scope["path"], headers.get("authorization", ""))
+        is_admin = self._require_key(scope["path"], headers.get("authorization", ""))
         if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             _require_json(headers.get("content-type", ""))
+        return is_admin
 
     def _require_host(self, host: str) -> None:
         if self._host_names is None or _without_port(host.lower()) in self._host_names:
@@ -65,9 +67,10 @@ class Gate:
         message = f"the Host header {host!r} is not one this server answers to ({names})"
         raise ApiError(403, message, code="unexpected_host")
 
-    def _require_key(self, path: str, authorization: str) -> None:
+    def _require_key(self, path: str, authorization: str) -> bool:
+        """Whether the key is an admin's. Without keys everybody who gets here is one."""
         if path in OPEN_PATHS or not (self._api_keys or self._admin_keys):
-            return
+            return True
         kind, _, key = authorization.partition(" ")
         if kind.lower() != "bearer" or not key:
             message = "this server wants a key: send `Authorization: Bearer KEY`"
@@ -79,6 +82,7 @@ class Gate:
         if path in ADMIN_PATHS and self._admin_keys and not is_admin:
             message = f"{path} wants one of server.admin_keys"
             raise ApiError(403, message, code="admin_key_required")
+        return is_admin
 
 
 _CHALLENGE = {"www-authenticate": "Bearer"}

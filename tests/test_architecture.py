@@ -39,6 +39,7 @@ LAYERS = [
         "books",
         "pending",
         "gate",
+        "explain",
     },
     {"tiers", "codecs", "transfer"},
     {
@@ -53,6 +54,7 @@ LAYERS = [
         "prefetch",
         "disk_return",
         "forgetting",
+        "forecast",
     },
     {"testing", "simulation", "replay"},
 ]

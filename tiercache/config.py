@@ -166,7 +166,8 @@ class CacheConfig(_Section):
         default=200_000,
         ge=0,
         le=2**28,
-        description="Pages remembered by name after they have gone, per tier, by policies that do.",
+        description="Pages remembered by name after they have gone: by explain, and for each tier"
+        " by policies that do.",
     )
     write_policy: Literal["write_through", "write_back"] = Field(
         default="write_through",
@@ -389,6 +390,26 @@ class ServerConfig(_Section):
         return self
 
 
+class ExplainConfig(_Section):
+    """Why prompts miss: what is remembered to answer that."""
+
+    enabled: bool = Field(
+        default=True,
+        description="false tells what was evicted no longer from what was never there.",
+    )
+    keep_requests: int = Field(
+        default=1000, ge=1, le=10**6, description="Newest requests that can be asked about."
+    )
+    index_capacity: SizeBytes = Field(
+        default=64 * MIB,
+        ge=64 * KIB,
+        description="Bytes for recent prompts and the index that compares them, 64KiB or more.",
+    )
+    show_text: bool = Field(
+        default=False, description="Whether an admin key may be shown text of prompts."
+    )
+
+
 class Config(_Section):
     """Everything an operator can set. `Config()` is the default."""
 
@@ -401,6 +422,7 @@ class Config(_Section):
         default=EngineConfig(), description="How much is computed at once."
     )
     server: ServerConfig = Field(default=ServerConfig(), description="Who may ask, and how much.")
+    explain: ExplainConfig = Field(default=ExplainConfig(), description="Why prompts miss.")
 
 
 def parse_config(mapping: Mapping[str, Any]) -> Config:

@@ -17,6 +17,7 @@ from enum import Enum
 
 import numpy as np
 
+from tiercache.explain.spans import MissSpan
 from tiercache.types import MissReason, PageIds, Tier, Tokens
 
 
@@ -61,11 +62,15 @@ class TokenBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Where a prompt's tokens came from. Hits and misses add up to the prompt (I7)."""
+    """Where a prompt's tokens came from. Hits and misses add up to the prompt (I7).
+
+    `miss_spans` are the stretches that `miss_tokens` counts, first token first.
+    """
 
     prompt_tokens: int
     hit_tokens: Mapping[Tier, int]
     miss_tokens: Mapping[MissReason, int]
+    miss_spans: tuple[MissSpan, ...] = ()
 
     def __post_init__(self) -> None:
         total = sum(self.hit_tokens.values()) + sum(self.miss_tokens.values())
@@ -88,6 +93,8 @@ class Lease:
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN
     caching: bool = True
+    request_id: str = ""
+    """What its holder calls it; only explanations ask."""
 
     def page_range(self, start: int, stop: int) -> PageIds:
         """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""
