@@ -20,6 +20,7 @@ from server.context import Served, served
 from server.errors import ApiError
 from server.prompt import SaltedPrompt, source_tokens
 from tiercache.explain.records import Explanation
+from tiercache.explain.report import Report
 from tiercache.explain.spans import MissSpan, tokens_by_reason
 from tiercache.explain.words import sentence
 from tiercache.forecast import forecast
@@ -82,6 +83,10 @@ async def divergence(request: Request) -> dict[str, Any]:
     """What recent traffic loses and why, largest saving first."""
     explainer, is_admin = _explainer(request), _is_admin(request)
     report = await asyncio.to_thread(explainer.report, show_text=is_admin)
+    return report_body(report)
+
+
+def report_body(report: Report) -> dict[str, Any]:
     return {
         "requests": report.requests,
         "seconds": report.seconds,

@@ -224,13 +224,13 @@ def _round(tokens: float) -> str:
 
 
 def _of_reasons(
-    facts: _Facts, kind: MissReason, words: str, *reasons: MissReason
+    facts: _Facts, kind: MissReason, words: str, reasons: Sequence[MissReason], least: float
 ) -> Finding | None:
+    """A finding if at least `least` requests missed enough for one of `reasons`."""
     lost = [n for n in (one.missed_for(*reasons) for one in facts.seen) if n]
     saved = sum(lost)
     share = saved / facts.missed_tokens if facts.missed_tokens else 0.0
-    enough = max(_LEAST_REQUESTS, _LEAST_REQUEST_SHARE * len(facts.seen))
-    if share < _LEAST_REASON_SHARE or len(lost) < enough:
+    if share < _LEAST_REASON_SHARE or len(lost) < least:
         return None
     text = (
         f"{len(lost):,} of the last {len(facts.seen):,} requests ({share:.0%} of missed tokens)"
@@ -241,12 +241,16 @@ def _of_reasons(
 
 def _evicted(facts: _Facts) -> Finding | None:
     words = "ask for what was stored and had to make room: the working set is larger than the tiers"
-    return _of_reasons(facts, MissReason.EVICTED, words, MissReason.EVICTED, MissReason.NOT_WRITTEN)
+    reasons = (MissReason.EVICTED, MissReason.NOT_WRITTEN)
+    least = max(_LEAST_REQUESTS, _LEAST_REQUEST_SHARE * len(facts.seen))
+    return _of_reasons(facts, MissReason.EVICTED, words, reasons, least)
 
 
 def _other_namespace(facts: _Facts) -> Finding | None:
+    """A namespace misses once for each content: few requests, but none without a cause."""
     words = "ask for what is stored in another namespace (another cache_salt or tenant)"
-    return _of_reasons(facts, MissReason.OTHER_NAMESPACE, words, MissReason.OTHER_NAMESPACE)
+    kind = MissReason.OTHER_NAMESPACE
+    return _of_reasons(facts, kind, words, (kind,), 1)
 
 
 def _below_one_page(facts: _Facts) -> Finding | None:
