@@ -58,7 +58,7 @@ _DATE = re.compile(
     rf"|\b{_DAYS}(?=,?\s+\d)",
     re.IGNORECASE,
 )
-_UUID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}", re.I)
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _HASH = re.compile(
     r"(?<![0-9A-Za-z])(?:(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{6,64}"
     r"|(?=[0-9A-Za-z_-]*\d)(?=[0-9A-Za-z_-]*[A-Za-z])[0-9A-Za-z_]{14,64})(?![0-9A-Za-z])",
