@@ -71,6 +71,8 @@ _PIECES = re.compile(r"\w+")
 _REMOVED_SHARE = 4
 _LEAST_REMOVED_TOKENS = 8
 _LEAST_WORDS = 5
+_LEAST_MOVED_TOKENS = 6
+"""On average at each place; numbers that all count up look like numbers that moved."""
 
 
 def classify(near: NearMiss, decode: Decode) -> ChangeClass:
@@ -80,6 +82,11 @@ def classify(near: NearMiss, decode: Decode) -> ChangeClass:
         return ChangeClass.PERMUTATION
     votes = [_class_of(change, decode) for change in near.changes]
     kinds = Counter(votes)
+    for kind in (ChangeClass.WHITE_SPACE, ChangeClass.PERMUTATION):
+        if kinds[kind] * 2 > len(votes):
+            return kind
+    if _moved_about(near, decode):
+        return ChangeClass.PERMUTATION
     if near.extends and near.gap_count >= 2 and _is_rewriting(kinds):
         return ChangeClass.RE_RENDERED
     named = [kind for kind in votes if kind is not ChangeClass.OTHER]
@@ -90,6 +97,16 @@ def _is_rewriting(kinds: Counter[ChangeClass]) -> bool:
     """Several places of a conversation changed, and none holds a time or an id."""
     lasting = (ChangeClass.TIME, ChangeClass.DATE, ChangeClass.UUID, ChangeClass.HASH)
     return not any(kinds[kind] for kind in lasting)
+
+
+def _moved_about(near: NearMiss, decode: Decode) -> bool:
+    """What is missing at one place stands at another: parts too short to be seen as equal."""
+    tokens = sum(int(change.new.size) for change in near.changes)
+    if near.gap_count < 2 or tokens < _LEAST_MOVED_TOKENS * near.gap_count:
+        return False
+    old = " ".join(decode(change.old) for change in near.changes)
+    new = " ".join(decode(change.new) for change in near.changes)
+    return _are_reordered(old, new)
 
 
 def _class_of(change: Change, decode: Decode) -> ChangeClass:

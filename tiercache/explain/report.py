@@ -112,13 +112,19 @@ def _divergences(
 ) -> list[Finding]:
     findings = []
     for kind, group in _groups(near_misses, decode):
-        saved = sum(near.saved_tokens for near in group)
+        saved = sum(_saved(near, kind) for near in group)
         share = saved / facts.missed_tokens if facts.missed_tokens else 0.0
         least = _LEAST_OTHER_SHARE if kind is ChangeClass.OTHER else _LEAST_SAVED_SHARE
         enough = max(_LEAST_REQUESTS, _LEAST_REQUEST_SHARE * len(facts.seen))
         if len(group) >= enough and share >= least:
             findings.append(_finding(facts, kind, group, saved, share, decode, show_text))
     return findings
+
+
+def _saved(near: NearMiss, kind: ChangeClass) -> int:
+    """Where mending means writing the same each time, what stood between is saved as well."""
+    same_again = kind in (ChangeClass.PERMUTATION, ChangeClass.WHITE_SPACE)
+    return near.saved_whole_tokens if same_again else near.saved_tokens
 
 
 def _groups(

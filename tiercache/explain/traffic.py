@@ -22,8 +22,8 @@ LEAST_SHARED_TOKENS = 64
 """A shorter stretch in common behind the difference is not worth a word."""
 
 _CONTEXT_TOKENS = 24
-_MOST_CHANGES = 6
-_MOST_CHANGE_TOKENS = 1024
+_MOST_CHANGES = 16
+_MOST_CHANGE_TOKENS = 2048
 """Kept of a near miss: some context, the first changes, and the beginning of long ones."""
 
 
@@ -59,14 +59,16 @@ class Change:
 class NearMiss:
     """A prompt that shares `shared_tokens` with an earlier one, `prefix_tokens` of them as prefix.
 
-    `saved_tokens` would not have been computed had nothing stood between. `extends` says that the
-    prompt contains the earlier one up to near its end, as a conversation that goes on does.
+    `saved_tokens` would not have been computed had nothing stood between, and `saved_whole_tokens`
+    if what stands between had been the same too. `extends` says that the prompt contains the
+    earlier one up to near its end, as a conversation that goes on does.
     """
 
     at_seconds: float
     prefix_tokens: int
     shared_tokens: int
     saved_tokens: int
+    saved_whole_tokens: int
     is_in_order: bool
     extends: bool
     gap_count: int
@@ -159,16 +161,21 @@ class Traffic:
 def _near_miss(
     new: Tokens, old: Tokens, found: Comparison, seen: Seen, base: int, extra: int
 ) -> NearMiss:
-    page = seen.page_tokens
-    reached = min(base + extra, seen.prompt_tokens - 1)
     in_order = found.is_in_order
     gaps = found.gaps if in_order else ()
     last = found.blocks[-1]
+
+    def saved_up_to(token: int) -> int:
+        reached = min(token, seen.prompt_tokens - 1)
+        return reached // seen.page_tokens * seen.page_tokens - base_tokens
+
+    base_tokens = base // seen.page_tokens * seen.page_tokens
     return NearMiss(
         at_seconds=seen.at_seconds,
         prefix_tokens=found.prefix_tokens,
         shared_tokens=found.shared_tokens,
-        saved_tokens=reached // page * page - base // page * page,
+        saved_tokens=saved_up_to(base + extra),
+        saved_whole_tokens=saved_up_to(last.new + last.tokens),
         is_in_order=in_order,
         extends=in_order and new.size > old.size - (last.old - last.new) and _ends(last, old),
         gap_count=len(found.blocks) - 1,
