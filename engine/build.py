@@ -13,7 +13,8 @@ from rich.progress import Progress
 
 from engine.attention import KEY_BLOCK_TOKENS, round_up
 from engine.engine import Engine, EngineLimits
-from engine.models import LoadedModel, load_model
+from engine.explainer import Explainer, ExplainSettings
+from engine.models import LoadedModel, decode, load_model
 from engine.turns import Turns, TurnSettings
 from engine.working_copy import WorkingCopyPool
 from tiercache.admission import AdmissionRule
@@ -111,6 +112,7 @@ def _join(
             ghost_pages=config.cache.ghost_pages,
             loads_adaptively=config.cache.prefetch.policy == "adaptive",
             quotas=_quotas(config, layout, limits),
+            explains=config.explain.enabled,
         ),
         transfers,
         store=store,
@@ -137,8 +139,12 @@ def _join(
         clock,
     )
 
+    explainer = _explainer(config, cache, model)
+
     def close() -> None:
         populator.stop()
+        if explainer is not None:
+            explainer.close()
         _close(cache, transfers, pools, store, wake, config.server.shutdown_write_seconds)
 
     device_tokens = limits[Tier.DEVICE].capacity_pages * layout.page_tokens
@@ -163,7 +169,23 @@ def _join(
         clock=clock,
         wake=wake,
         close=close,
+        explainer=explainer,
     )
+
+
+def _explainer(config: Config, cache: TierCache, model: LoadedModel) -> Explainer | None:
+    if not config.explain.enabled:
+        return None
+    settings = ExplainSettings(
+        keep_requests=config.explain.keep_requests,
+        index_bytes=config.explain.index_capacity,
+        show_text=config.explain.show_text,
+    )
+    explainer = Explainer(
+        settings, cache.clock, lambda tokens: decode(model, tokens), cache.page_tokens
+    )
+    cache.on_booked = explainer.booked
+    return explainer
 
 
 def _working_copies(config: Config, model: LoadedModel, layout: PageLayout) -> WorkingCopyPool:

@@ -24,6 +24,7 @@ from engine.api import (
     GenerationRequest,
     RequestError,
 )
+from engine.explainer import Explainer
 from engine.models import LoadedModel
 from engine.turns import Turns
 from tiercache.cache import TierCache
@@ -66,8 +67,10 @@ class Engine:
         clock: Clock,
         wake: threading.Event,
         close: Callable[[], None],
+        explainer: Explainer | None = None,
     ) -> None:
         self.model = model
+        self.explainer = explainer
         self.limits = limits
         self.failure: str | None = None
         self._cache = cache
@@ -161,7 +164,10 @@ class Engine:
     def namespace(self, cache_salt: str, tenant: str = "") -> bytes:
         """Fingerprint of everything that must be equal for KV to be shared."""
         alone = "" if tenant in self.limits.sharing_tenants else tenant
-        return fingerprint({**self._identity, "tenant": alone, "salt": cache_salt})
+        fields = {**self._identity, "tenant": alone, "salt": cache_salt}
+        namespace = fingerprint(fields)
+        self._cache.namespaces.note(namespace, fields)
+        return namespace
 
     def snapshot(self) -> EngineSnapshot:
         """The newest published copy. Costs nothing and never waits."""

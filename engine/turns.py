@@ -287,6 +287,7 @@ class Turns:
             self.counters.queue_seconds.observe(now - active.submitted_seconds)
         active.was_admitted = True
         lease.books = active.first_books or lease.books
+        lease.request_id = active.request.request_id
         active.lease, active.working_copy = lease, working_copy
         active.follow, active.waiting_since_seconds = None, now
         active.state = State.FETCHING

@@ -7,7 +7,7 @@ import time
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from server import cache_routes, openai_routes, pin_routes, service_routes
+from server import cache_routes, explain_routes, openai_routes, pin_routes, service_routes
 from server.context import Served
 from server.errors import install_error_handlers
 from server.metrics_collector import EngineCollector
@@ -27,6 +27,6 @@ def create_app(engine: ServedEngine, config: Config) -> FastAPI:
     ProcessCollector(registry=app.state.metrics)
     app.add_middleware(Gate, config=config)
     install_error_handlers(app)
-    for routes in (openai_routes, cache_routes, pin_routes, service_routes):
+    for routes in (openai_routes, cache_routes, pin_routes, explain_routes, service_routes):
         app.include_router(routes.router)
     return app

@@ -54,7 +54,7 @@ class Callers:
         server = config.server
         self.has_operators = bool(server.admin_keys or config.tenants)
         """Whether operators are told from others; otherwise whoever is let in is one."""
-        self.anybody = Caller(sees_all=not self.has_operators)
+        self.anybody = Caller(sees_all=not (server.api_keys or self.has_operators))
         admin = Caller(is_admin=True, sees_all=True)
         self._by_key: list[tuple[bytes, Caller]] = []
         for keys, caller in ((server.api_keys, self.anybody), (server.admin_keys, admin)):

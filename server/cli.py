@@ -1,4 +1,4 @@
-"""The command line: `tiercache serve | config | stats | disk | replay | simulate`.
+"""The command line: `tiercache serve | config | stats | explain | disk | replay | simulate`.
 
 What takes seconds to import (torch, transformers) is imported by `serve` alone.
 """
@@ -19,6 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from server.cli_disk import disk_app
+from server.cli_explain import explain
 from server.listen import bind
 from server.version import commit, version
 from tiercache.config import Config, effective_yaml, load_config, parse_config
@@ -43,6 +44,7 @@ ConfigPath = Annotated[
 
 
 app.add_typer(disk_app, name="disk")
+app.command("explain")(explain)
 
 
 def main() -> None:

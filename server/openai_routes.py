@@ -15,6 +15,7 @@ from engine.sampling import SamplingParams
 from server.callers import caller_of
 from server.context import Served, served
 from server.errors import ApiError
+from server.explain_routes import summary_header
 from server.openai_answers import DONE, Answer, sse
 from server.openai_schema import ChatRequest, CompletionRequest, Generation
 from server.pin_routes import require_room_for_pin, wishes_of
@@ -26,6 +27,11 @@ router = APIRouter()
 
 CLIENT_GONE = 499
 """Status of an answer that nobody reads; it only shows in access logs."""
+
+
+EXPLAIN_HEADER = "x-tiercache-explain"
+"""Sent with `true`, it asks for hits by tier and misses by reason in the same header of a whole
+answer; a stream's are found by its request id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,8 @@ async def _complete(request: Request, here: Served, ready: Prepared, *, chat: bo
         chunks = _stream(generating, answer, ready.body.stream_options.include_usage)
         headers = {"cache-control": "no-cache"}
         return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
-    return await _whole(generating, answer)
+    asks = request.headers.get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
+    return await _whole(generating, answer, explains=asks)
 
 
 def _generation_request(
@@ -132,13 +139,14 @@ def _generation_request(
     )
 
 
-async def _whole(generating: Generating, answer: Answer) -> Response:
+async def _whole(generating: Generating, answer: Answer, *, explains: bool) -> Response:
     texts: list[str] = []
     try:
         async for event in generating.events():
             if isinstance(event, Finished):
                 body = answer.whole("".join(texts), event.reason, event.usage)
-                return JSONResponse(body)
+                found = summary_header(event.usage.hit_tokens, event.usage.miss_tokens)
+                return JSONResponse(body, headers={EXPLAIN_HEADER: found} if explains else None)
             texts.append(event.text)
     finally:
         generating.close()

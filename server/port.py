@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from engine.api import EngineSnapshot, EventSink, GenerationRequest
+from engine.explainer import Explainer
 from engine.models import LoadedModel
 from tiercache.cache import TierCache
 
@@ -22,6 +23,10 @@ class ServedEngine(Protocol):
     @property
     def failure(self) -> str | None:
         """Why the engine thread died; None while it lives."""
+
+    @property
+    def explainer(self) -> Explainer | None:
+        """Records of recent prompts; None where explain.enabled is false."""
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> None:
         """Queues a request; the sink gets events up to one Finished. Raises RequestError."""

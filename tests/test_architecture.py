@@ -44,6 +44,7 @@ LAYERS = [
         "books",
         "pending",
         "gate",
+        "explain",
     },
     {"tiers", "codecs", "transfer"},
     {
@@ -58,6 +59,7 @@ LAYERS = [
         "prefetch",
         "disk_return",
         "forgetting",
+        "forecast",
     },
     {"testing", "simulation", "replay"},
 ]

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
+from tiercache.explain.spans import Detail, MissSpan, tokens_by_reason
 from tiercache.lease import Books
-from tiercache.tree import Match
 from tiercache.types import MissReason, Tier
+
+NewPages = Callable[[int, int], list[MissSpan]]
+"""Why pages `[first, stop)`, of which nothing is stored, are missing: spans that cover them."""
 
 
 def account_prompt(
     prompt_tokens: int,
     page_tokens: int,
     sources: np.ndarray,
-    match: Match | None,
-    because: MissReason | None = None,
+    stored_pages: int,
+    new_pages: NewPages,
+    because: MissReason = MissReason.LOAD_FAILED,
+    detail: Detail | None = None,
 ) -> Books:
     """Books for a prompt whose first `sources.size` pages are used.
 
-    `sources` is int8 `[pages]`: the tier each used page's bytes come from. `match` says what is
-    stored. `because` is the reason for pages that are stored but not used or, when it is
-    `BEING_COMPUTED`, for pages that somebody else was computing and that were not waited for.
+    `sources` is int8 `[pages]`: the tier each used page's bytes come from. `stored_pages` is how
+    many are stored; `because` and `detail` say why those that are stored are not used.
     """
     hits: Counter[Tier] = Counter()
     used_pages = int(sources.size)
@@ -33,29 +38,21 @@ def account_prompt(
         if tokens:
             hits[tier] = tokens
     full_pages = prompt_tokens // page_tokens
-    matched_pages = int(match.pages.size) if match else 0
-    misses: Counter[MissReason] = Counter()
+    spans: list[MissSpan] = []
 
-    stored_pages = min(matched_pages, full_pages) - used_pages
-    if stored_pages and matched_pages * page_tokens == prompt_tokens:
-        # The whole prompt is stored; its last token is computed for the sake of its logits.
-        misses[MissReason.LAST_TOKEN] = page_tokens
-        stored_pages -= 1
-    if stored_pages:
-        misses[because or MissReason.LOAD_FAILED] += stored_pages * page_tokens
-    new_pages = full_pages - max(matched_pages, used_pages)
-    if new_pages > 0:
-        misses[_why_new(match, because)] += new_pages * page_tokens
-    tail_tokens = prompt_tokens - full_pages * page_tokens
-    if tail_tokens:
-        misses[MissReason.PARTIAL_PAGE] += tail_tokens
-    return Books(prompt_tokens, dict(hits), dict(misses))
-
-
-def _why_new(match: Match | None, because: MissReason | None) -> MissReason:
-    """Why pages beyond everything stored are missing."""
-    if because is MissReason.BEING_COMPUTED:
-        return because
-    if match is not None and (match.beyond or match.pages.size):
-        return MissReason.DIVERGED
-    return MissReason.NEVER_SEEN
+    unused_stop = min(stored_pages, full_pages)
+    # A prompt that is stored as a whole: its last token is computed for the sake of its logits.
+    is_stored_whole = used_pages < unused_stop and stored_pages * page_tokens == prompt_tokens
+    last_pages = int(is_stored_whole)
+    if unused_stop - last_pages > used_pages:
+        stop = (unused_stop - last_pages) * page_tokens
+        spans.append(MissSpan(used_pages * page_tokens, stop, because, detail or {}))
+    if is_stored_whole:
+        spans.append(MissSpan(prompt_tokens - page_tokens, prompt_tokens, MissReason.LAST_TOKEN))
+    if full_pages > max(stored_pages, used_pages):
+        spans += new_pages(max(stored_pages, used_pages), full_pages)
+    if prompt_tokens > full_pages * page_tokens:
+        below: Detail = {"page_tokens": page_tokens, "prompt_below_one_page": int(full_pages == 0)}
+        start = full_pages * page_tokens
+        spans.append(MissSpan(start, prompt_tokens, MissReason.PARTIAL_PAGE, below))
+    return Books(prompt_tokens, dict(hits), tokens_by_reason(spans), tuple(spans))

@@ -15,6 +15,8 @@ One thread calls all of this. Workers carry bytes; `tick` is where their results
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tiercache import disk_return, inspection
@@ -24,6 +26,10 @@ from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
 from tiercache.errors import ConfigError, LeaseError
 from tiercache.eviction import VictimQueue
+from tiercache.explain.ghosts import GhostList
+from tiercache.explain.namespaces import NamespaceBook
+from tiercache.explain.reasons import Reasons
+from tiercache.explain.spans import Detail, MissSpan
 from tiercache.forgetting import Forgetter
 from tiercache.gate import LoadGate
 from tiercache.hints import HintGates
@@ -84,6 +90,8 @@ class TierCache:
         self.pending = PendingPrefixes(self.page_tokens)
         self.leases: dict[int, Lease] = {}
         self.disk_detached = False
+        self.on_booked: Callable[[Lease], None] = lambda lease: None
+        """Told of every prompt that entered the books."""
         self._next_lease = 0
         self._transfers = transfers
         self.names = PageNames(self.tree, self.catalog)
@@ -120,6 +128,11 @@ class TierCache:
             for tier in settings.tiers
             if tier is not Tier.DEVICE
         }
+        self.namespaces = NamespaceBook()
+        self.ghosts = GhostList(settings.ghost_pages, self.clock) if settings.explains else None
+        self.reasons = Reasons(
+            self.tree, self.content, self.ghosts, self.namespaces, self._request_of
+        )
         kept_pages = max(limits.kept_pages for limits in settings.tiers.values())
         self.wishes = Wishes(self.catalog, HintGates(kept_pages), self._rank_fell)
         self.retention = Retention(
@@ -132,7 +145,13 @@ class TierCache:
             device_quota=self._device_quota,
         )
         self.forgetter = Forgetter(
-            self.tree, self.catalog, self.moves, self.queues, self.writes, room=lambda: self.room
+            self.tree,
+            self.catalog,
+            self.moves,
+            self.queues,
+            self.writes,
+            room=lambda: self.room,
+            ghosts=self.ghosts,
         )
         self.room = RoomMaker(
             self.catalog,
@@ -179,25 +198,22 @@ class TierCache:
         """
         assert tokens.size >= 1
         if not self.settings.enabled:
-            books = Books(tokens.size, {}, {MissReason.DISABLED: int(tokens.size)})
+            whole = (MissSpan(0, int(tokens.size), MissReason.DISABLED),)
+            books = Books(tokens.size, {}, {MissReason.DISABLED: int(tokens.size)}, whole)
             return self._open(namespace, tokens, _NO_PAGES, books, caching=False)
         match = self.tree.match(namespace, self.generation, tokens)
+        stored_pages = int(match.pages.size) if match is not None else 0
         path, sources = self._usable(match, tokens, fetch)
+        detail: Detail | None = None
         if match is not None and because is None and self._ends_at_bad_copy(match, path):
             because = MissReason.CHECKSUM_FAILED
         if self.gate is not None:
             now = self.clock.now_seconds()
-            worth = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages()).pages
-            if worth < path.size:
-                path, sources = path[:worth], sources[:worth]
-                because = because or MissReason.COST_GATE
-        books = account_prompt(
-            tokens.size,
-            self.page_tokens,
-            sources,
-            match,
-            because,
-        )
+            choice = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages())
+            if choice.pages < path.size:
+                path, sources = path[: choice.pages], sources[: choice.pages]
+                if because is None:
+                    because, detail = MissReason.COST_GATE, choice.estimates
         self.catalog.pin(path)
         absent = path[sources != int(Tier.DEVICE)]
         cold = absent[~self.catalog.tiers[Tier.DEVICE].is_resident(absent)]
@@ -207,6 +223,7 @@ class TierCache:
         if answer is not Room.NOW:
             self._unpin(path)
             return answer
+        books = self._books_of(namespace, tokens, path, sources, stored_pages, because, detail)
         lease = self._open(namespace, tokens, path, books, caching=store)
         lease.payer = payer
         self._touch(path)
@@ -321,6 +338,7 @@ class TierCache:
         self.counters.hit_tokens.update(lease.books.hit_tokens)
         self.counters.miss_tokens.update(lease.books.miss_tokens)
         self.window.add(self.clock.now_seconds(), lease.books.prompt_tokens, lease.books.hit_tokens)
+        self.on_booked(lease)
 
     # What is known of the future; see `wishes`
 
@@ -455,7 +473,8 @@ class TierCache:
 
     def introduce(self, namespace: bytes, generation: int, pages: PageIds) -> None:
         """Tells the policies of a run of pages new in the tree, before their first touch."""
-        if self.wishes.active or any(q.policy.remembers for q in self.queues.values()):
+        names_wanted = self.wishes.active or self.ghosts is not None
+        if names_wanted or any(q.policy.remembers for q in self.queues.values()):
             above = self.content.name_of(int(self.catalog.parent[pages[0]]), namespace, generation)
             tokens = self.tree.run_tokens(pages)
             self.catalog.name[pages] = chain_names(above, tokens, self.page_tokens)
@@ -493,6 +512,33 @@ class TierCache:
         )
         self.leases[lease.serial] = lease
         return lease
+
+    def _books_of(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        path: PageIds,
+        sources: np.ndarray,
+        stored_pages: int,
+        because: MissReason | None,
+        detail: Detail | None,
+    ) -> Books:
+        """Every token of the prompt a hit or a miss with its reason; `path` is pinned."""
+        passed_by = because is MissReason.BEING_COMPUTED
+        follow = self.follow(namespace, tokens) if passed_by else None
+
+        def new_pages(first: int, stop: int) -> list[MissSpan]:
+            return self.reasons.of_new_pages(
+                namespace, self.generation, tokens, path, first, stop, follow
+            )
+
+        why = because or MissReason.LOAD_FAILED
+        args = (int(tokens.size), self.page_tokens, sources, stored_pages, new_pages)
+        return account_prompt(*args, why, detail)
+
+    def _request_of(self, follow: Follow) -> str:
+        leader = self.leases.get(follow.leader)
+        return leader.request_id if leader is not None else ""
 
     def _must_be_open(self, lease: Lease) -> None:
         if lease.state is not LeaseState.OPEN:

@@ -111,7 +111,8 @@ class CacheConfig(Section):
         default=200_000,
         ge=0,
         le=2**28,
-        description="Pages remembered by name after they have gone, per tier, by policies that do.",
+        description="Pages remembered by name after they have gone: by explain, and for each tier"
+        " by policies that do.",
     )
     write_policy: Literal["write_through", "write_back"] = Field(
         default="write_through",
@@ -318,6 +319,26 @@ class ServerConfig(Section):
         return self
 
 
+class ExplainConfig(Section):
+    """Why prompts miss: what is remembered to answer that."""
+
+    enabled: bool = Field(
+        default=True,
+        description="false tells what was evicted no longer from what was never there.",
+    )
+    keep_requests: int = Field(
+        default=1000, ge=1, le=10**6, description="Newest requests that can be asked about."
+    )
+    index_capacity: SizeBytes = Field(
+        default=64 * MIB,
+        ge=64 * KIB,
+        description="Bytes for recent prompts and the index that compares them, 64KiB or more.",
+    )
+    show_text: bool = Field(
+        default=False, description="Whether an admin key may be shown text of prompts."
+    )
+
+
 class Config(Section):
     """Everything an operator can set. `Config()` is the default."""
 
@@ -333,6 +354,7 @@ class Config(Section):
     tenants: dict[TenantName, TenantConfig] = Field(
         default={}, description="Who shares the server, by name: keys, quotas and allowances."
     )
+    explain: ExplainConfig = Field(default=ExplainConfig(), description="Why prompts miss.")
 
     @model_validator(mode="after")
     def _a_key_says_who_it_is(self) -> Self:

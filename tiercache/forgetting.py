@@ -12,6 +12,7 @@ import numpy as np
 
 from tiercache.catalog import Catalog
 from tiercache.eviction import VictimQueue
+from tiercache.explain.ghosts import Cause, GhostList
 from tiercache.moves import MoveBook
 from tiercache.room import RoomMaker
 from tiercache.tree import Node, Tree
@@ -33,6 +34,7 @@ class Forgetter:
         queues: Mapping[Tier, VictimQueue],
         writes: Mapping[Tier, WriteQueue],
         room: Callable[[], RoomMaker],
+        ghosts: GhostList | None = None,
     ) -> None:
         self._tree = tree
         self._catalog = catalog
@@ -40,6 +42,7 @@ class Forgetter:
         self._queues = queues
         self._writes = writes
         self._room = room
+        self._ghosts = ghosts
 
     def if_gone(self, page: int) -> None:
         """Forgets a page that has no copy, no child and no holder, then its parents likewise."""
@@ -51,17 +54,20 @@ class Forgetter:
             and self._tree.is_leaf(page)
         ):
             parent = int(self._catalog.parent[page])
-            self._one(page)
+            is_hole = page in self._moves.holes
+            self._one(page, Tier.DISK, Cause.BAD_COPY if is_hole else Cause.LOST)
             page = parent
 
-    def all_gone(self, pages: PageIds) -> None:
-        """The same for pages that have just lost their copies, children before parents."""
+    def all_gone(self, pages: PageIds, tier: Tier) -> None:
+        """The same for pages that have just left `tier`, their last, children before parents."""
         catalog = self._catalog
         bare = pages[~catalog.has_copy(pages) & (catalog.pins[pages] == 0)]
         removed = self._tree.remove_leaves(bare) if bare.size else bare
         if not removed.size:
             return
         parents = set(catalog.parent[removed].tolist()).difference(removed.tolist())
+        is_slowest = tier is max(catalog.tiers)
+        self._note(removed, tier, Cause.NO_ROOM if is_slowest else Cause.NOT_WRITTEN)
         catalog.forget_all(removed)
         self._tell(removed)
         for page in parents:
@@ -92,13 +98,22 @@ class Forgetter:
             ready = ids[self._catalog.ready_on(tier, ids)]
             if ready.size:
                 self._room().leave(tier, ready)
+        self._note(ids, None, Cause.FLUSHED)
         for page in pages:
             self._one(page)
 
-    def _one(self, page: int) -> None:
+    def _one(self, page: int, tier: Tier | None = None, cause: Cause | None = None) -> None:
+        pages = np.array([page], np.int32)
+        if cause is not None:
+            self._note(pages, tier, cause)
         self._tree.remove_last(page)
         self._catalog.forget(page)
-        self._tell(np.array([page], np.int32))
+        self._tell(pages)
+
+    def _note(self, pages: PageIds, tier: Tier | None, cause: Cause) -> None:
+        """Remembers pages that are about to go; see `explain.ghosts`."""
+        if self._ghosts is not None:
+            self._ghosts.note(self._catalog.name[pages], tier, cause)
 
     def _tell(self, pages: PageIds) -> None:
         """Whoever keeps something by page id lets go of it: the ids will be used for others."""

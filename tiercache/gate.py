@@ -37,6 +37,15 @@ class Decision:
     load_all_seconds: float = 0.0
     compute_all_seconds: float = 0.0
 
+    @property
+    def estimates(self) -> Mapping[str, float]:
+        """Both sides of the choice: all of the prefix loaded, and as much as was worth it."""
+        return {
+            "load_all_seconds": self.load_all_seconds,
+            "chosen_seconds": self.load_seconds + self.compute_seconds,
+            "compute_all_seconds": self.compute_all_seconds,
+        }
+
 
 class PrefillCost:
     """Seconds per prompt token over context length: a line, fitted with fading memory."""

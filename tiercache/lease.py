@@ -17,6 +17,7 @@ from enum import Enum
 
 import numpy as np
 
+from tiercache.explain.spans import MissSpan
 from tiercache.types import MissReason, PageIds, Tier, Tokens
 
 
@@ -61,11 +62,15 @@ class TokenBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Where a prompt's tokens came from. Hits and misses add up to the prompt (I7)."""
+    """Where a prompt's tokens came from. Hits and misses add up to the prompt (I7).
+
+    `miss_spans` are the stretches that `miss_tokens` counts, first token first.
+    """
 
     prompt_tokens: int
     hit_tokens: Mapping[Tier, int]
     miss_tokens: Mapping[MissReason, int]
+    miss_spans: tuple[MissSpan, ...] = ()
 
     def __post_init__(self) -> None:
         total = sum(self.hit_tokens.values()) + sum(self.miss_tokens.values())
@@ -91,6 +96,8 @@ class Lease:
     """False for a lease that adds nothing: it has pages of what is stored, and no others."""
     payer: int = 0
     """Index of the tenant for whom its pages count; see `tenants`."""
+    request_id: str = ""
+    """What its holder calls it; only explanations ask."""
 
     def page_range(self, start: int, stop: int) -> PageIds:
         """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""

@@ -24,7 +24,7 @@ class RoomMaker:
     """Evicts on demand and ahead of demand. Engine thread only.
 
     `demote` asks for a page's only copy to be written down and says whether that was begun;
-    `forget` is told of pages that may have lost their last copy, children first.
+    `forget` is told of pages that may have lost their last copy, children first, and on which tier.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RoomMaker:
         counters: CacheCounters,
         *,
         demote: Callable[[Tier, int], bool],
-        forget: Callable[[PageIds], None],
+        forget: Callable[[PageIds, Tier], None],
     ) -> None:
         self._catalog = catalog
         self._queues = queues
@@ -175,7 +175,7 @@ class RoomMaker:
         self._count(tier, EvictOutcome.LOST, pages.size)
         if tier is not Tier.DISK:
             self._counters.dropped_writes[DropReason.EVICTED_FIRST] += pages.size
-        self._forget(pages)
+        self._forget(pages, tier)
 
     def _count(self, tier: Tier, outcome: EvictOutcome, pages: int) -> None:
         if pages:

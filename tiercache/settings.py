@@ -47,6 +47,8 @@ class CacheSettings:
     move_bytes: int = MOVE_BYTES
     open_writes: int = 4
     ghost_pages: int = 200_000
+    explains: bool = False
+    """Remember what has left, so that it can be told from what was never there."""
     loads_adaptively: bool = False
     """Load only what arrives sooner than it can be computed; otherwise whatever is stored."""
     quotas: Quotas = field(default_factory=dict)

@@ -93,6 +93,7 @@ class ScriptedEngine:
         self.stop(0.0)
         self.model = self._model
         self.failure: str | None = None
+        self.explainer = None
         self.cache = ScriptedCache()
         self.script: tuple[Event | FinishReason | None, ...] = HELLO
         self.message = ""

@@ -159,6 +159,8 @@ def _settings(scenario: Scenario) -> CacheSettings:
         },
         move_bytes=scenario.pages_per_move * page_bytes,
         open_writes=scenario.open_writes,
+        explains=True,
+        ghost_pages=64,
     )
 
 

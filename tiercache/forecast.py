@@ -1,0 +1,64 @@
+"""What a prompt would find and why it would miss the rest, without running it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.books import account_prompt
+from tiercache.explain.spans import Detail, MissSpan
+from tiercache.lease import Books
+from tiercache.types import MissReason, Tier, Tokens
+
+if TYPE_CHECKING:
+    from tiercache.cache import TierCache
+
+
+def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
+    """The books a request with this prompt would get if it had its lease now. Changes nothing.
+
+    Pages that a running request is computing count as `being_computed`, though a real request
+    would wait for them. Engine thread only.
+    """
+    prompt_tokens = int(tokens.size)
+    if not cache.settings.enabled:
+        whole = (MissSpan(0, prompt_tokens, MissReason.DISABLED),)
+        return Books(prompt_tokens, {}, {MissReason.DISABLED: prompt_tokens}, whole)
+    match = cache.tree.match(namespace, cache.generation, tokens)
+    stored = match.pages if match is not None else np.empty(0, np.intp)
+    path = stored[: (prompt_tokens - 1) // cache.page_tokens]
+    sources = cache.catalog.fastest_ready(path)
+    slowest = Tier.HOST if cache.disk_health.reads_trouble else Tier.DISK
+    unusable = (sources < 0) | (sources > int(slowest))
+    because, detail = MissReason.LOAD_FAILED, None
+    if unusable.any():
+        usable = int(unusable.argmax())
+        if int(path[usable]) in cache.moves.holes:
+            because = MissReason.CHECKSUM_FAILED
+        path, sources = path[:usable], sources[:usable]
+    path, sources, gated = _worth_loading(cache, path, sources, prompt_tokens)
+    if gated is not None:
+        because, detail = MissReason.COST_GATE, gated
+    follow = cache.follow(namespace, tokens)
+
+    def new_pages(first: int, stop: int) -> list[MissSpan]:
+        return cache.reasons.of_new_pages(
+            namespace, cache.generation, tokens, path, first, stop, follow
+        )
+
+    args = (prompt_tokens, cache.page_tokens, sources, int(stored.size), new_pages)
+    return account_prompt(*args, because, detail)
+
+
+def _worth_loading(
+    cache: TierCache, path: np.ndarray, sources: np.ndarray, prompt_tokens: int
+) -> tuple[np.ndarray, np.ndarray, Detail | None]:
+    """What of a stored prefix would be loaded, and the estimates if that is not all of it."""
+    if cache.gate is None:
+        return path, sources, None
+    now = cache.clock.now_seconds()
+    choice = cache.gate.decide(sources, prompt_tokens, now, cache.moves.loading_pages())
+    if choice.pages >= path.size:
+        return path, sources, None
+    return path[: choice.pages], sources[: choice.pages], choice.estimates
