@@ -1,0 +1,1 @@
+"""What the engine computes attention with where pages are read in place."""

@@ -1,0 +1,157 @@
+"""Paged attention with Triton: which kernel runs over which tiles, and with what sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.devices import triton_kernels as kernels
+from engine.devices.paged_batch import PagedBatch, Tiles
+
+LOG2_E = 1.4426950408889634
+HEAD_DIMS = (64, 256)
+"""Smallest and largest head size the kernels are meant for."""
+_LEAST_ROWS = 16
+"""A matrix product has at least so many rows."""
+_MOST_SPLITS = 64
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Triton's interpreter has no products of bfloat16: it multiplies their bits as integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of the model decides the tiles."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    item_bytes: int
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def block_d(self) -> int:
+        return triton.next_power_of_2(self.head_dim)
+
+    def rows(self, tokens: int) -> int:
+        """Rows of a tile for `tokens` tokens: a power of two."""
+        return max(_LEAST_ROWS, triton.next_power_of_2(self.groups * tokens))
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt's tile: as many as registers hold sums for."""
+        return max(self.rows(1), 128 if self.block_d * self.item_bytes <= 256 else 64)
+
+    @property
+    def prompt_tile_tokens(self) -> int:
+        return self.prompt_rows // self.groups
+
+    @property
+    def keys(self) -> int:
+        """Keys a program reads at a time: 16 KiB of K, at least 16 keys."""
+        return min(128, max(16, (16 << 10) // (self.block_d * self.item_bytes)))
+
+
+def supports(head_dim: int, page_tokens: int) -> bool:
+    """Whether the kernels serve these sizes; others are computed by gathering."""
+    least, most = HEAD_DIMS
+    return least <= head_dim <= most and page_tokens & (page_tokens - 1) == 0
+
+
+class TritonAttention:
+    """Back end of `paged.PagedAttention`. One for a model: knows its shape and the device's width."""
+
+    def __init__(self, shape: Shape, processors: int) -> None:
+        """processors: how many programs run side by side at least; the device's multiprocessors."""
+        assert shape.heads % shape.kv_heads == 0
+        assert supports(shape.head_dim, shape.page_tokens)
+        self.shape = shape
+        self.tile_tokens = shape.prompt_tile_tokens
+        self._processors = processors
+
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, batch: PagedBatch
+    ) -> None:
+        """key and value `[tokens, kv_heads, head_dim]` go into `pages`, see `attend`."""
+        assert key.stride(2) == value.stride(2) == pages.stride(4) == 1
+        kernels.write_kernel[(batch.tokens, self.shape.kv_heads)](
+            key, value, pages, batch.places,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            pages.stride(0), pages.stride(1), pages.stride(2), pages.stride(3),
+            HEAD_DIM=self.shape.head_dim, BLOCK_D=self.shape.block_d,
+            PAGE_TOKENS=self.shape.page_tokens, num_warps=1,
+        )  # fmt: skip
+
+    def attend(
+        self, query: torch.Tensor, pages: torch.Tensor, batch: PagedBatch, scale: float
+    ) -> torch.Tensor:
+        """Attention of the batch's new tokens over all of their requests' tokens up to themselves.
+
+        query `[tokens, heads, head_dim]`; pages `[slots, 2, page_tokens, kv_heads, head_dim]`, one
+        layer of the pool, in which the new tokens are already. Returns a tensor like `query`.
+        """
+        assert query.stride(2) == pages.stride(4) == 1
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if batch.prompt_tiles is not None:
+            self._run(query, pages, batch, scale, output, batch.prompt_tiles, decodes=False)
+        if batch.decode_rows.numel():
+            self._run(query, pages, batch, scale, output, batch.decode_tiles, decodes=True)
+        return output
+
+    def splits(self, decodes: int, max_keys: int) -> int:
+        """Into how many pieces a context is cut so that every multiprocessor has work.
+
+        Depends on counts only, never on a tensor's values: a recorded graph stays right.
+        """
+        programs = decodes * self.shape.kv_heads
+        wanted = -(-2 * self._processors // programs)
+        most = -(-max_keys // (4 * self.shape.keys))
+        splits: int = triton.next_power_of_2(max(1, min(wanted, most, _MOST_SPLITS)))
+        return splits
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        output: torch.Tensor,
+        tiles: Tiles,
+        *,
+        decodes: bool,
+    ) -> None:
+        shape = self.shape
+        count = int(tiles.request.shape[0])
+        splits = self.splits(count, batch.max_keys) if decodes else 1
+        partial, lse = output, output  # not read with one split
+        if splits > 1:
+            rows = splits * batch.tokens * shape.heads
+            partial = torch.empty(rows * shape.head_dim, dtype=torch.float32, device=query.device)
+            lse = torch.empty(rows, dtype=torch.float32, device=query.device)
+        block_m = shape.rows(1) if decodes else shape.prompt_rows
+        kernels.attend_kernel[(count, shape.kv_heads, splits)](
+            query, pages, output, partial, lse,
+            batch.page_table, batch.first_rows, batch.positions, tiles.request, tiles.token,
+            scale * LOG2_E,
+            query.stride(0), query.stride(1),
+            pages.stride(0), pages.stride(1), pages.stride(2), pages.stride(3),
+            batch.page_table.stride(0), output.stride(0), output.stride(1), batch.tokens,
+            HEADS=shape.heads, GROUPS=shape.groups, HEAD_DIM=shape.head_dim,
+            BLOCK_D=shape.block_d, PAGE_TOKENS=shape.page_tokens,
+            BLOCK_M=block_m, BLOCK_N=shape.keys, SPLITS=splits,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            WIDEN=_INTERPRETED and query.dtype == torch.bfloat16,
+            num_warps=4 if block_m <= 64 else 8, num_stages=2,
+        )  # fmt: skip
+        if splits > 1:
+            kernels.merge_kernel[(count, shape.heads)](
+                partial, lse, output, batch.decode_rows,
+                output.stride(0), output.stride(1), batch.tokens,
+                HEADS=shape.heads, HEAD_DIM=shape.head_dim, BLOCK_D=shape.block_d,
+                SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+            )  # fmt: skip
