@@ -24,14 +24,15 @@ def account_prompt(
     stored. `because` is the reason for pages that are stored but not used or, when it is
     `BEING_COMPUTED`, for pages that somebody else was computing and that were not waited for.
     """
-    hits: Counter[Tier] = Counter()
-    used_pages = int(sources.size)
+    hits: dict[Tier, int] = {}
+    used_pages = unbooked = int(sources.size)
     for tier in Tier:
-        if hits.total() == used_pages * page_tokens:
+        if not unbooked:
             break
-        tokens = int(np.count_nonzero(sources == int(tier))) * page_tokens
-        if tokens:
-            hits[tier] = tokens
+        pages = int(np.count_nonzero(sources == int(tier)))
+        if pages:
+            hits[tier] = pages * page_tokens
+            unbooked -= pages
     full_pages = prompt_tokens // page_tokens
     matched_pages = int(match.pages.size) if match else 0
     misses: Counter[MissReason] = Counter()
@@ -49,7 +50,7 @@ def account_prompt(
     tail_tokens = prompt_tokens - full_pages * page_tokens
     if tail_tokens:
         misses[MissReason.PARTIAL_PAGE] += tail_tokens
-    return Books(prompt_tokens, dict(hits), dict(misses))
+    return Books(prompt_tokens, hits, dict(misses))
 
 
 def _why_new(match: Match | None, because: MissReason | None) -> MissReason:

@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tiercache.columns import index
 from tiercache.types import NO_PAGE, PageIds, Tokens
 
 _FIRST_TOKENS, _MORE_TOKENS = 8192, 65_536
 """Tokens compared at a time: few at first, to stop early; then many, to amortise the calls."""
 
-_SHORT_TOKENS = 2048
-"""Up to here comparing bytes is faster than comparing tokens, if all are expected to be equal."""
+_TOKEN = np.dtype(np.int32)
 
 RootName = tuple[bytes, int]
 """`(namespace fingerprint, generation)`: what has another root is never shared."""
@@ -38,8 +38,6 @@ _EMPTY_PAGES = np.empty(0, np.intp)
 def common_tokens(left: Tokens, right: Tokens) -> int:
     """Length of the longest common prefix of two int32 arrays."""
     limit = min(left.size, right.size)
-    if left.size == right.size <= _SHORT_TOKENS and left.tobytes() == right.tobytes():
-        return limit
     start, width = 0, _FIRST_TOKENS
     while start < limit:
         stop = min(start + width, limit)
@@ -55,12 +53,14 @@ class Node:
     """A run of pages. Buffers grow by doubling, so a growing sequence appends in place, and are
     exchanged for smaller ones when most of them is unused.
 
-    The parts of a node that was split go on using its buffers, each its own part of them.
+    The parts of a node that was split go on using its buffers, each its own part of them. Tokens
+    lie in a bytearray, since that compares itself with an array without making another.
     """
 
     __slots__ = (
         "_pages",
-        "_tokens",
+        "_token_bytes",
+        "_token_offset",
         "children",
         "first_depth",
         "name",
@@ -78,20 +78,46 @@ class Node:
         self.first_depth = first_depth
         self.page_count = 0
         self.children: dict[bytes, Node] = {}
-        self._tokens = self._pages = _NOTHING
+        self._pages = _NOTHING
+        self._token_bytes = bytearray()
+        self._token_offset = 0
 
     def tokens(self, page_tokens: int) -> Tokens:
-        if self.page_count == self._pages.size:
-            return self._tokens
-        return self._tokens[: self.page_count * page_tokens]
+        """The tokens of the run; a view, not to be written."""
+        count = self.page_count * page_tokens
+        return np.frombuffer(self._token_bytes, _TOKEN, count, self._token_offset)
+
+    def shared_pages(self, prompt: memoryview, start: int, page_bytes: int) -> int:
+        """How many whole pages the run has in common with the bytes of `prompt` from `start` on."""
+        length = self.page_count * page_bytes
+        ahead = prompt[start : start + length]
+        # Most walks go through most nodes to their ends, which one comparison of memory tells.
+        if len(ahead) == length and self._token_bytes.startswith(ahead, self._token_offset):
+            return self.page_count
+        page_tokens = page_bytes // _TOKEN.itemsize
+        return common_tokens(self.tokens(page_tokens), np.frombuffer(ahead, _TOKEN)) // page_tokens
 
     @property
     def pages(self) -> PageIds:
+        if self.page_count == self._pages.size:
+            return self._pages
         return self._pages[: self.page_count]
 
-    @property
-    def buffer_bytes(self) -> int:
-        return self._tokens.nbytes + self._pages.nbytes
+    def first_page(self, page_tokens: int) -> bytes:
+        """The tokens of the first page: what the parent finds this node by."""
+        start = self._token_offset
+        return bytes(self._token_bytes[start : start + page_tokens * _TOKEN.itemsize])
+
+    def buffer_bytes(self, page_tokens: int) -> int:
+        """Bytes of the run's part of its buffers, unused ends included."""
+        return int(self._pages.nbytes) + int(self._pages.size) * page_tokens * _TOKEN.itemsize
+
+    def without_bytes(self, page_tokens: int) -> Node:
+        """The run alone, linked to nothing; of its tokens only those of its first page."""
+        twin = Node(self.serial, None, self.first_depth, self.name)
+        twin.page_count, twin._pages = self.page_count, self.pages.copy()
+        twin._token_bytes = bytearray(self.first_page(page_tokens))
+        return twin
 
     @property
     def last_page(self) -> int:
@@ -100,14 +126,15 @@ class Node:
     def append(self, tokens: Tokens, pages: PageIds, page_tokens: int) -> None:
         needed = self.page_count + pages.size
         if not self.page_count:
-            self._pages, self._tokens = np.array(pages, np.int32), np.array(tokens, np.int32)
+            self._pages = np.array(pages, np.int32)
+            self._token_bytes, self._token_offset = bytearray(tokens.data), 0
             self.page_count = needed
             return
         if needed > self._pages.size:
             self._resize(max(needed, 2 * self.page_count), page_tokens)
         self._pages[self.page_count : needed] = pages
-        self._tokens[self.page_count * page_tokens : needed * page_tokens] = tokens
-        self.page_count = needed
+        first, self.page_count = self.page_count, needed
+        self.tokens(page_tokens)[first * page_tokens :] = tokens
 
     def truncate(self, page_count: int, page_tokens: int) -> None:
         self.page_count = page_count
@@ -117,7 +144,7 @@ class Node:
     @property
     def shared_buffer(self) -> np.ndarray | None:
         """The buffer of which this node uses a part, if it does not have one of its own."""
-        return self._tokens.base
+        return self._pages.base
 
     def fit(self, page_tokens: int) -> None:
         """Takes buffers of its own, just large enough."""
@@ -125,21 +152,18 @@ class Node:
 
     def give_tail(self, tail: Node, head_pages: int, page_tokens: int) -> None:
         """Leaves everything behind its first `head_pages` pages to `tail`. Copies nothing."""
-        cut = head_pages * page_tokens
-        tail._tokens, tail._pages = self._tokens[cut:], self._pages[head_pages:]
-        tail.page_count = self.page_count - head_pages
-        self._tokens, self._pages = self._tokens[:cut], self._pages[:head_pages]
-        self.page_count = head_pages
+        tail._token_bytes = self._token_bytes
+        tail._token_offset = self._token_offset + head_pages * page_tokens * _TOKEN.itemsize
+        tail._pages, self._pages = self._pages[head_pages:], self._pages[:head_pages]
+        tail.page_count, self.page_count = self.page_count - head_pages, head_pages
 
     def _resize(self, capacity: int, page_tokens: int) -> None:
-        self._pages = _resized(self._pages, self.page_count, capacity)
-        self._tokens = _resized(self._tokens, self.page_count * page_tokens, capacity * page_tokens)
-
-
-def _resized(array: Tokens, used: int, capacity: int) -> Tokens:
-    resized = np.empty(capacity, np.int32)
-    resized[:used] = array[:used]
-    return resized
+        pages, tokens = self.pages, self.tokens(page_tokens)
+        self._pages = np.empty(capacity, np.int32)
+        self._token_bytes = bytearray(capacity * page_tokens * _TOKEN.itemsize)
+        self._token_offset = 0
+        self._pages[: self.page_count] = pages
+        self.tokens(page_tokens)[:] = tokens
 
 
 class Match(NamedTuple):
@@ -179,7 +203,7 @@ class Tree:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all nodes' buffers: tokens and page ids, unused ends included."""
-        return sum(node.buffer_bytes for node in self._nodes.values())
+        return sum(node.buffer_bytes(self.page_tokens) for node in self._nodes.values())
 
     @property
     def node_count(self) -> int:
@@ -221,21 +245,21 @@ class Tree:
 
     def _walk(self, node: Node, tokens: Tokens) -> Match:
         """Goes down from the end of `node`."""
-        page_tokens = self.page_tokens
+        # In bytes, which are what children are found by, and quicker to cut and to compare.
+        prompt = np.ascontiguousarray(tokens, _TOKEN).view(np.uint8).data
+        page_bytes = self.page_tokens * _TOKEN.itemsize
         at, taken, beyond = 0, node.page_count, False
         runs: list[PageIds] = []
         while node.children and not beyond:
-            child = node.children.get(tokens[at : at + page_tokens].tobytes())
+            child = node.children.get(bytes(prompt[at : at + page_bytes]))
             if child is None:
                 beyond = True
                 break
             node = child
-            stored = child.tokens(page_tokens)
-            run = child.pages
-            taken = common_tokens(stored, tokens[at : at + stored.size]) // page_tokens
-            at += taken * page_tokens
+            taken = child.shared_pages(prompt, at, page_bytes)
+            at += taken * page_bytes
             beyond = taken < child.page_count
-            runs.append(run[:taken] if beyond else run)
+            runs.append(child.pages[:taken] if beyond else child.pages)
         if len(runs) > 1:
             pages = np.concatenate(runs, dtype=np.intp)
         else:
@@ -315,6 +339,7 @@ class Tree:
         """
         assert pages.size > 0
         assert tokens.size == pages.size * self.page_tokens
+        assert tokens.dtype == _TOKEN
         node = match.node
         if match.node_pages < node.page_count:
             self._split(node, match.node_pages)
@@ -347,12 +372,9 @@ class Tree:
             if node.children or node.last_page != page:
                 continue
             removed.append(page)
-            if node.page_count > 1:
-                buffer = node.shared_buffer
-                node.truncate(node.page_count - 1, self.page_tokens)
-                self._settle_buffer(node, buffer)
-            else:
+            if node.page_count == 1:
                 self._detach(node)
+            self._truncate(node, node.page_count - 1)
         self._node_of[removed] = NO_PAGE
         return np.array(removed, np.int32)
 
@@ -360,15 +382,18 @@ class Tree:
         """Takes a node out that is about to be empty, and its root if nothing else is there."""
         parent = node.parent
         assert parent is not None
-        del parent.children[self._key_of(node)]
+        del parent.children[node.first_page(self.page_tokens)]
         del self._nodes[node.serial]
-        buffer = node.shared_buffer
-        node.truncate(0, self.page_tokens)
-        self._settle_buffer(node, buffer)
         if parent.parent is None and not parent.children:
             assert parent.name is not None
             del self._roots[parent.name]
             del self._nodes[parent.serial]
+
+    def _truncate(self, node: Node, page_count: int) -> None:
+        buffer = node.shared_buffer
+        node.truncate(page_count, self.page_tokens)
+        if buffer is not None:
+            self._settle_buffer(node, buffer)
 
     def _settle_buffer(self, node: Node, buffer: np.ndarray | None) -> None:
         """After a change of `node`: if it left `buffer`, those who still have parts of it leave it
@@ -388,8 +413,8 @@ class Tree:
         tail.children = node.children
         for child in tail.children.values():
             child.parent = tail
-        self._node_of[tail.pages] = tail.serial
-        node.children = {self._key_of(tail): tail}
+        self._node_of[index(tail.pages)] = tail.serial
+        node.children = {tail.first_page(self.page_tokens): tail}
 
     def _new_node(
         self, parent: Node | None, first_depth: int, name: RootName | None = None
@@ -400,12 +425,13 @@ class Tree:
         return node
 
     def _own(self, pages: PageIds, node: Node, first_depth: int) -> None:
+        pages = index(pages)
         try:
             self._node_of[pages] = node.serial
         except IndexError:  # rarer, and dearer to look for
             self.reserve(max(int(pages.max()) + 1, 2 * self._node_of.size))
             self._node_of[pages] = node.serial
-        self._depth_of[pages] = np.arange(first_depth, first_depth + pages.size, dtype=np.int32)
+        self._depth_of[pages] = np.arange(first_depth, first_depth + pages.size)
 
     def reserve(self, rows: int) -> None:
         """Makes room for page ids below `rows`, so that it need not be made later."""
@@ -416,10 +442,6 @@ class Tree:
             grown = np.full(rows, fill, np.int32)
             grown[: old.size] = old
             setattr(self, name, grown)
-
-    def _key_of(self, node: Node) -> bytes:
-        """What the parent of `node` finds it by."""
-        return node.tokens(self.page_tokens)[: self.page_tokens].tobytes()
 
     def _index_in(self, node: Node, page: int) -> int:
         """Position of `page` in its run: depths do not change when nodes are split."""
@@ -436,11 +458,7 @@ class Tree:
         twin._node_of = self._node_of.copy()
         twin._depth_of = self._depth_of.copy()
         for serial, node in self._nodes.items():
-            copied = Node(serial, None, node.first_depth, node.name)
-            copied.page_count = node.page_count
-            copied._pages = node.pages.copy()
-            copied._tokens = node.tokens(self.page_tokens)[: self.page_tokens].copy()
-            twin._nodes[serial] = copied
+            twin._nodes[serial] = node.without_bytes(self.page_tokens)
         for serial, node in self._nodes.items():
             children = {key: twin._nodes[child.serial] for key, child in node.children.items()}
             twin._nodes[serial].children = children
@@ -466,7 +484,7 @@ class Tree:
             if node.parent is not None and not pages.size:
                 problems.append(f"I1 node {node.serial} is empty")
             for key, child in node.children.items():
-                if child.parent is not node or self._key_of(child) != key:
+                if child.parent is not node or child.first_page(self.page_tokens) != key:
                     problems.append(f"I1 child {child.serial} of node {node.serial} is misfiled")
                 if child.first_depth != first + pages.size:
                     problems.append(f"I1 child {child.serial} has a wrong depth")
