@@ -271,8 +271,8 @@ class Tree:
     def _walk(self, node: Node, tokens: Tokens) -> Match:
         """Goes down from the end of `node`."""
         # In bytes, which are what children are found by, and quicker to cut and to compare.
-        prompt = memoryview(np.ascontiguousarray(tokens, _TOKEN))
-        prompt = prompt.cast("B") if tokens.size else memoryview(b"")
+        whole = np.ascontiguousarray(tokens, _TOKEN).data
+        prompt = whole.cast("B") if tokens.size else memoryview(b"")
         page_bytes = self.page_tokens * _TOKEN.itemsize
         at, taken, beyond = 0, node.page_count, False
         runs: list[PageIds] = []
