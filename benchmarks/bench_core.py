@@ -34,6 +34,7 @@ from benchmarks.core_workload import (
     many_node_prompt,
     populated,
     random_tokens,
+    shuffle_page_ids,
     store,
 )
 from tiercache.cache import TierCache
@@ -116,11 +117,21 @@ def lease_row(cache: TierCache, prompts: list[Tokens], name: str, goal: float | 
 
 
 def many_node_rows(page_tokens: int) -> list[Row]:
-    """8,192 pages over 64 nodes against the same over one node."""
+    """8,192 pages over 64 nodes against the same over one node; with page ids that follow one
+    another, as in a cache that fills up, and in no order, as after long use."""
+    rows = []
+    for ids in ("", ", ids in no order"):
+        rows += _many_node_rows(page_tokens, ids)
+    return rows
+
+
+def _many_node_rows(page_tokens: int, ids: str) -> list[Row]:
     pages, nodes = 8192, 64
     rng = np.random.default_rng(3)
     one, many = random_tokens(rng, pages * page_tokens), random_tokens(rng, pages * page_tokens)
     cache = empty_cache(page_tokens, 2 * pages + 2 * nodes)
+    if ids:
+        shuffle_page_ids(cache, rng)
     store(cache, one)
     many_node_prompt(cache, many, nodes)
     found = cache.tree.match(NAMESPACE, 0, many)
@@ -135,9 +146,9 @@ def many_node_rows(page_tokens: int) -> list[Row]:
     more = (split - single) / (nodes - 1)
     name = "acquire + release 8,192 pages,"
     return [
-        Row("match, each node more", page_tokens, resident, more, goal=3.0),
-        lease_row(cache, [one], f"{name} one node", goal=250.0),
-        lease_row(cache, [many], f"{name} {nodes} nodes", goal=250.0),
+        Row(f"match, each node more{ids}", page_tokens, resident, more, goal=3.0),
+        lease_row(cache, [one], f"{name} one node{ids}", goal=250.0),
+        lease_row(cache, [many], f"{name} {nodes} nodes{ids}", goal=250.0),
     ]
 
 

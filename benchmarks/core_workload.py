@@ -48,6 +48,13 @@ def empty_cache(page_tokens: int, capacity_pages: int, host_pages: int = 0) -> T
     return TierCache(CacheSettings(layout, limits), NoTransfers())
 
 
+def shuffle_page_ids(cache: TierCache, rng: np.random.Generator) -> None:
+    """Lets an empty cache give out its page ids in no order, as one does after long use."""
+    ids = cache.catalog.new_pages(cache.catalog.rows)
+    rng.shuffle(ids)
+    cache.catalog.forget_all(ids)
+
+
 def store(cache: TierCache, tokens: Tokens) -> None:
     """A whole request, all pages of which are kept on DEVICE alone."""
     lease = cache.acquire(NAMESPACE, tokens)

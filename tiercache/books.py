@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -29,14 +28,15 @@ def account_prompt(
     `sources` is int8 `[pages]`: the tier each used page's bytes come from. `stored_pages` is how
     many are stored; `because` and `detail` say why those that are stored are not used.
     """
-    hits: Counter[Tier] = Counter()
-    used_pages = int(sources.size)
+    hits: dict[Tier, int] = {}
+    used_pages = unbooked = int(sources.size)
     for tier in Tier:
-        if hits.total() == used_pages * page_tokens:
+        if not unbooked:
             break
-        tokens = int(np.count_nonzero(sources == int(tier))) * page_tokens
-        if tokens:
-            hits[tier] = tokens
+        pages = int(np.count_nonzero(sources == int(tier)))
+        if pages:
+            hits[tier] = pages * page_tokens
+            unbooked -= pages
     full_pages = prompt_tokens // page_tokens
     spans: list[MissSpan] = []
 
@@ -55,4 +55,4 @@ def account_prompt(
         below: Detail = {"page_tokens": page_tokens, "prompt_below_one_page": int(full_pages == 0)}
         start = full_pages * page_tokens
         spans.append(MissSpan(start, prompt_tokens, MissReason.PARTIAL_PAGE, below))
-    return Books(prompt_tokens, dict(hits), tokens_by_reason(spans), tuple(spans))
+    return Books(prompt_tokens, hits, tokens_by_reason(spans), tuple(spans))

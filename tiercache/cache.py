@@ -216,7 +216,9 @@ class TierCache:
                     because, detail = MissReason.COST_GATE, choice.estimates
         self.catalog.pin(path)
         absent = path[sources != int(Tier.DEVICE)]
-        cold = absent[~self.catalog.tiers[Tier.DEVICE].is_resident(absent)]
+        cold = absent
+        if absent.size:
+            cold = absent[~self.catalog.tiers[Tier.DEVICE].is_resident(absent)]
         own = int(tokens.size // self.page_tokens - path.size + 1) if store else 0
         payer = self._payer(tenant, path)
         answer = self.room.make(Tier.DEVICE, own + int(cold.size), payer)
@@ -226,11 +228,11 @@ class TierCache:
         books = self._books_of(namespace, tokens, path, sources, stored_pages, because, detail)
         lease = self._open(namespace, tokens, path, books, caching=store)
         lease.payer = payer
-        self._touch(path)
-        self.catalog.hits[path] += 1
+        self._touch(path, hits=1)
         for queue in self.writes.values():
             queue.used_again(path)
-        self.loads.start(cold, payer)
+        if cold.size:
+            self.loads.start(cold, payer)
         lease.awaited = absent
         if not store:
             return lease
@@ -322,8 +324,7 @@ class TierCache:
         if own.size:
             slots = self.catalog.retire(Tier.DEVICE, own)
             self.catalog.free_retired(Tier.DEVICE, slots)
-            for page in own.tolist():
-                self.catalog.forget(page)
+            self.catalog.forget_all(own)
         lease.state = LeaseState.CLOSED
         del self.leases[lease.serial]
         self._unpin(path)
@@ -555,6 +556,8 @@ class TierCache:
             return np.empty(0, np.intp), np.empty(0, np.int8)
         pages = match.pages[: (tokens.size - 1) // self.page_tokens]
         fastest = self.catalog.fastest_ready(pages)
+        if not np.count_nonzero(fastest):  # all on DEVICE, as most of them are
+            return pages, fastest
         slowest = Tier.DEVICE if not fetch else Tier.DISK
         if fetch and self.disk_health.reads_trouble:
             slowest = Tier.HOST
@@ -623,12 +626,12 @@ class TierCache:
         lease.pages[index] = stored
         self.counters.adopted_pages += 1
 
-    def _touch(self, path: PageIds, fresh_from: int = 0) -> None:
+    def _touch(self, path: PageIds, fresh_from: int = 0, hits: int = 0) -> None:
         for queue in self.queues.values():
             queue.touch(path, fresh_from)
         if self.wishes.gates.in_use:
             self.wishes.used(self.catalog.name[path[fresh_from:]])
-        self.catalog.last_use_seconds[path] = self.clock.epoch_seconds()
+        self.catalog.use(path, self.clock.epoch_seconds(), hits=hits)
 
     def _admission(self, tier: Tier) -> Admission:
         limits = self.settings.tiers[tier]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tiercache.columns import NO_SLOT, FreeIds, TierColumns, grown
+from tiercache.columns import NO_SLOT, FreeIds, TierColumns, as_rows, grown, index
 from tiercache.keys import KEY_BYTES
 from tiercache.tenants import NOBODY, TenantBooks
 from tiercache.types import NO_PAGE, PageIds, Slots, SlotState, Tier
@@ -35,6 +35,9 @@ USUAL_PRIORITY = 50
 """Of a page of which nobody said anything; see `wishes`."""
 
 _FREE, _FILLING, _READY, _RETIRING = (int(state) for state in SlotState)
+
+_SCANNED_AT_ONCE = 8192
+"""Slots; what is made of so many stays in the processor's caches and in memory that is there."""
 
 EvictableHook = Callable[[Tier, PageIds], None]
 """Told which pages may just have become evictable on a tier. May be told too much."""
@@ -90,10 +93,6 @@ class Catalog:
             self._grow_rows(missing)
         pages = self._free_rows.take(count)
         self.live[pages] = True
-        self.hits[pages] = 0
-        self.last_use_seconds[pages] = 0
-        self.key[pages] = 0
-        self.name[pages] = 0
         if self.tenants is not None:
             self.tenants.own(pages, owner)
         return pages
@@ -104,6 +103,7 @@ class Catalog:
 
     def forget_all(self, pages: PageIds) -> None:
         """Gives rows back, under the same conditions."""
+        pages = index(pages)
         assert np.count_nonzero(self.live[pages]) == pages.size
         assert not np.count_nonzero(self.pins[pages])
         assert not any(np.count_nonzero(c.state[pages]) for c in self.tiers.values())
@@ -113,10 +113,13 @@ class Catalog:
 
     def attach(self, pages: PageIds, parent: int, first_depth: int) -> None:
         """Makes `pages` a chain below `parent` (or below a root, for `NO_PAGE`)."""
-        parents = np.empty(pages.size, np.int32)
+        pages = index(pages)
+        parents = np.empty_like(pages)
         parents[0], parents[1:] = parent, pages[:-1]
+        for column in (self.hits, self.last_use_seconds, self.key, self.name):
+            column[pages] = 0
         self.parent[pages] = parents
-        self.depth[pages] = np.arange(first_depth, first_depth + pages.size, dtype=np.int32)
+        self.depth[pages] = np.arange(first_depth, first_depth + pages.size)
         for columns in self.tiers.values():
             resident = columns.is_resident(pages) & (parents != NO_PAGE)
             if resident.any():
@@ -141,7 +144,7 @@ class Catalog:
         columns = self.tiers.get(tier)
         if columns is None:
             return np.zeros(pages.size, np.bool_)
-        ready: np.ndarray = columns.state[pages] == _READY
+        ready: np.ndarray = columns.state.take(pages) == _READY
         return ready
 
     def is_ready(self, tier: Tier, page: int) -> bool:
@@ -152,9 +155,10 @@ class Catalog:
         """int8 per page: value of the fastest tier with a READY copy, -1 where there is none."""
         first, *others = self.tiers
         ready = self.ready_on(first, pages)
-        fastest = ready.astype(np.int8) * np.int8(first + 1) - np.int8(1)
+        fastest = np.full(pages.size, first, np.int8)
         if np.count_nonzero(ready) == pages.size:
             return fastest
+        fastest[~ready] = -1
         for tier in reversed(others):
             fastest[self.ready_on(tier, pages) & ~ready] = tier
         return fastest
@@ -181,7 +185,7 @@ class Catalog:
 
         The copies count for the tenant `payer`, or for the pages' owners; see `tenants`.
         """
-        columns = self.tiers[tier]
+        columns, pages = self.tiers[tier], index(pages)
         assert columns.free_count >= pages.size, f"{tier.label} has no room for {pages.size} pages"
         assert not np.count_nonzero(columns.state[pages]), "a page has one copy per tier"
         slots = columns.free_slots.take(pages.size)
@@ -197,10 +201,10 @@ class Catalog:
 
     def commit(self, tier: Tier, pages: PageIds) -> None:
         """FILLING → READY."""
-        columns = self.tiers[tier]
-        assert (columns.state[pages] == _FILLING).all()
+        columns, pages = self.tiers[tier], index(pages)
+        assert np.count_nonzero(columns.state[pages] == _FILLING) == pages.size
         columns.state[pages] = _READY
-        columns.slot_state[columns.slot[pages]] = _READY
+        columns.slot_state[index(columns.slot[pages])] = _READY
         columns.count(_FILLING, _READY, pages.size)
         self.on_evictable(tier, pages)
 
@@ -211,11 +215,11 @@ class Catalog:
 
     def retire(self, tier: Tier, pages: PageIds) -> Slots:
         """FILLING | READY → RETIRING: the pages let go of their slots, which are returned."""
-        columns = self.tiers[tier]
+        columns, pages = self.tiers[tier], index(pages)
         state = columns.state[pages]
         ready = int(np.count_nonzero(state == _READY))
         assert ready + np.count_nonzero(state == _FILLING) == pages.size
-        slots = columns.slot[pages]
+        slots = index(columns.slot[pages])
         columns.slot[pages] = NO_SLOT
         columns.state[pages] = _FREE
         columns.slot_page[slots] = NO_PAGE
@@ -229,7 +233,7 @@ class Catalog:
 
     def free_retired(self, tier: Tier, slots: Slots) -> None:
         """RETIRING → FREE, once no worker and no reader can touch the slots."""
-        columns = self.tiers[tier]
+        columns, slots = self.tiers[tier], index(slots)
         assert np.count_nonzero(columns.slot_state[slots] == _RETIRING) == slots.size
         columns.slot_state[slots] = _FREE
         columns.count(_RETIRING, _FREE, slots.size)
@@ -251,19 +255,28 @@ class Catalog:
             self.tenants.handed(tier, giver, taker)
         self._count_children(columns, pair[1:], +1)
 
-    # Pins
+    # Pins and uses
+
+    def use(self, pages: PageIds, epoch_seconds: float, *, hits: int = 0) -> None:
+        """A request used `pages`, of which each occurs once; `hits` is 1 if it found them here."""
+        at = as_rows(pages)
+        self.last_use_seconds[at] = epoch_seconds
+        if hits:
+            self.hits[at] += hits
 
     def pin(self, pages: PageIds) -> None:
         """Forbids eviction of `pages`, of which each occurs once."""
-        pins = self.pins[pages]
-        self.pinned_count += int(np.count_nonzero(pins == 0))
-        self.pins[pages] = pins + 1
+        at = as_rows(pages)
+        pins = self.pins[at] + 1
+        self.pinned_count += int(np.count_nonzero(pins == 1))
+        self.pins[at] = pins
 
     def unpin(self, pages: PageIds) -> None:
         """Takes one pin of each of `pages`, of which each occurs once."""
-        pins = self.pins[pages] - 1
-        self.pins[pages] = pins
+        at = as_rows(pages)
+        pins = self.pins[at] - 1
         assert not np.count_nonzero(pins < 0), "I5 a page was unpinned more often than pinned"
+        self.pins[at] = pins
         loose = pages[pins == 0] if np.count_nonzero(pins) else pages
         self.pinned_count -= loose.size
         if loose.size:
@@ -297,21 +310,25 @@ class Catalog:
 
     def evictable(self, tier: Tier) -> PageIds:
         """Pages that may leave `tier` right now, found by one scan of its slots; intp."""
-        return self._loose(tier, self._ready(tier))
+        columns = self.tiers[tier]
+        found, count = np.empty(columns.slot_counts[_READY], np.intp), 0
+        for start in range(0, columns.pool_pages, _SCANNED_AT_ONCE):
+            part = slice(start, start + _SCANNED_AT_ONCE)
+            ready = index(columns.slot_page[part][columns.slot_state[part] == _READY])
+            loose = self._loose(tier, ready)
+            found[count : count + loose.size] = loose
+            count += loose.size
+        return found[:count]
 
     def unpinned_ready(self, tier: Tier) -> PageIds:
         """READY, unpinned pages of `tier`: what could leave if its children left first."""
-        pages = self._ready(tier)
-        loose: PageIds = pages[self.pins[pages] == 0]
+        columns = self.tiers[tier]
+        ready = index(columns.slot_page[columns.slot_state == _READY])
+        loose: PageIds = ready[self.pins[ready] == 0]
         return loose
 
-    def _ready(self, tier: Tier) -> PageIds:
-        columns = self.tiers[tier]
-        ready: PageIds = columns.slot_page[columns.slot_state == _READY].astype(np.intp)
-        return ready
-
     def _loose(self, tier: Tier, ready: PageIds) -> PageIds:
-        held = self.pins[ready] | self.tiers[tier].resident_children[ready]
+        held = self.pins.take(ready) | self.tiers[tier].resident_children.take(ready)
         loose: PageIds = ready[held == 0]
         return loose
 
@@ -349,11 +366,12 @@ class Catalog:
 
     def _count_children(self, columns: TierColumns, pages: PageIds, step: int) -> None:
         """Pages came to a tier or left it: tells their parents, of which some may be the same."""
-        parents = self.parent[pages]
+        parents = index(self.parent[pages])
         parents = parents[parents != NO_PAGE]
         if not parents.size:
             return
-        np.add.at(columns.resident_children, parents, step)
+        # An array of steps: with a single number it takes numpy forty times as long.
+        np.add.at(columns.resident_children, parents, np.full(parents.size, step, np.int32))
         if step < 0:
             loose = parents[columns.resident_children[parents] == 0]
             if loose.size:

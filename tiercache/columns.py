@@ -9,6 +9,9 @@ from tiercache.types import NO_PAGE, PageIds, Slots, SlotState, Tier
 NO_SLOT = -1
 """The value of a slot column cell of a page that has no copy on that tier."""
 
+_MANY = 512
+"""From so many rows on it pays to look whether they follow one another."""
+
 _FREE, _RETIRING = int(SlotState.FREE), int(SlotState.RETIRING)
 
 
@@ -34,15 +37,17 @@ class FreeIds:
         return self._given.nbytes
 
     def take(self, count: int) -> Slots:
-        """`count` free numbers, int32. There have to be as many."""
+        """`count` free numbers, intp. There have to be as many."""
         assert count <= len(self)
         again = min(count, self._given_count)
         self._given_count -= again
         new = self._new
         self._new += count - again
-        taken = np.empty(count, np.int32)
+        if not again:
+            return np.arange(new, self._new)
+        taken = np.empty(count, np.intp)
         taken[:again] = self._given[self._given_count : self._given_count + again][::-1]
-        taken[again:] = np.arange(new, self._new, dtype=np.int32)
+        taken[again:] = np.arange(new, self._new)
         return taken
 
     def give(self, ids: Slots) -> None:
@@ -158,6 +163,23 @@ class TierColumns:
         """Boolean mask over `pages`: which have a FILLING or READY copy here."""
         resident: np.ndarray = self.state[pages] != _FREE
         return resident
+
+
+def index(ids: PageIds) -> np.ndarray:
+    """`ids` as intp, to index columns with; see `PageIds`."""
+    return ids.astype(np.intp, copy=False)
+
+
+def as_rows(ids: PageIds) -> PageIds | slice:
+    """The quickest index of the rows `ids`: a slice, where they are many and follow one another.
+
+    Then a column's rows are read several times faster, as a view, and written likewise.
+    """
+    at, count = index(ids), ids.size
+    if count < _MANY or at.item(-1) - at.item(0) != count - 1:
+        return at
+    in_order = np.count_nonzero(at[1:] > at[:-1]) == count - 1
+    return slice(at.item(0), at.item(0) + count) if in_order else at
 
 
 def grown(column: np.ndarray, rows: int, fill: int) -> np.ndarray:

@@ -13,7 +13,7 @@ children are in the batch already is in it too, when its turn has come.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,12 +21,15 @@ from tiercache.catalog import Catalog
 from tiercache.policies import Policy
 from tiercache.types import NO_PAGE, PageIds, SlotState, Tier
 
-SCAN_KEEPS = 1024
+SCAN_KEEPS = 2048
 """Victims kept from one scan."""
 
 _HINTS_LIMIT = 32_768
 _ENTERED_LIMIT = 1024
 """Hints held, and entered at once, before they are given up for a fresh scan."""
+
+_SAMPLE = 2048
+"""Values looked at to guess how low the lowest are."""
 
 _READY = int(SlotState.READY)
 
@@ -171,11 +174,12 @@ class VictimQueue:
         scores = self.policy.reconsider(pages)
         if scores is not None:
             self._columns.score[pages] = scores
-        keys = self._keys(pages)
-        if pages.size > SCAN_KEEPS:
-            kept = lowest(keys, SCAN_KEEPS)
-            pages, keys = pages[kept], [key[kept] for key in keys]
-        self._entries = self._entries_of(pages[np.lexsort(keys[::-1])[::-1]])
+        keys = [self._rank_of, self._score_of, self._height_of]
+        if self._spare_first:
+            keys.insert(0, self._is_no_spare)
+        pages = lowest(pages, keys, SCAN_KEEPS)
+        in_order = np.lexsort([key(pages) for key in reversed(keys)])
+        self._entries = self._entries_of(pages[in_order[::-1]])
         self._cutoff = self._entries[0][:4]
         return True
 
@@ -185,11 +189,20 @@ class VictimQueue:
         self._hint_count = 0
         self._cutoff = None
 
-    def _keys(self, pages: PageIds) -> list[np.ndarray]:
-        """What to sort by, most significant first, lowest leaving first."""
-        score = self._columns.score[pages]
-        keys: list[np.ndarray] = [self._catalog.rank[pages], score, -self._catalog.depth[pages]]
-        return [~self._is_spare(pages), *keys] if self._spare_first else keys
+    # What to sort by: the lowest leave first.
+
+    def _rank_of(self, pages: PageIds) -> np.ndarray:
+        return self._catalog.rank.take(pages)
+
+    def _score_of(self, pages: PageIds) -> np.ndarray:
+        return self._columns.score.take(pages)
+
+    def _height_of(self, pages: PageIds) -> np.ndarray:
+        height: np.ndarray = -self._catalog.depth.take(pages)
+        return height
+
+    def _is_no_spare(self, pages: PageIds) -> np.ndarray:
+        return ~self._is_spare(pages)
 
     def _entries_of(self, pages: PageIds) -> list[Entry]:
         spare = self._is_spare(pages) if self._spare_first else np.zeros(pages.size, np.bool_)
@@ -237,19 +250,38 @@ class _Cells:
         return (spare, -self._rank[page], -self._score[page], self._depth[page], page)
 
 
-def lowest(keys: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """Indices of the `count` lowest, in no order, comparing by the first key, then the next.
+def lowest(
+    ids: np.ndarray, keys: Sequence[Callable[[np.ndarray], np.ndarray]], count: int
+) -> np.ndarray:
+    """The `count` lowest of `ids`, in no order, comparing by the first key, then the next.
 
-    O(n): a selection by each key among those that the keys before it left undecided.
+    O(n): a selection by each key among those that the keys before it left undecided, which are all
+    that a key is asked for.
     """
     chosen: list[np.ndarray] = []
-    undecided = np.arange(keys[0].size)
     for key in keys:
-        if undecided.size <= count:
+        if ids.size <= count:
             break
-        values = key[undecided] if undecided.size < key.size else key
-        edge = np.partition(values, count - 1)[count - 1]
-        chosen.append(undecided[values < edge])
+        values = key(ids)
+        if values.min() == values.max():
+            continue
+        edge = _nth_lowest(values, count)
+        chosen.append(ids[values < edge])
         count -= chosen[-1].size
-        undecided = undecided[values == edge]
-    return np.concatenate((*chosen, undecided[:count]))
+        ids = ids[values == edge]
+    return np.concatenate((*chosen, ids[:count]))
+
+
+def _nth_lowest(values: np.ndarray, n: int) -> float:
+    """The highest of the `n` lowest values, of which there are more.
+
+    One pass finds those below what a sample says the answer is likely to be below, and it is looked
+    for among those; among all only if the sample misled.
+    """
+    step = max(1, values.size // _SAMPLE)
+    sample = np.sort(values[::step])
+    few = values[values <= sample[min(sample.size - 1, 2 * (n // step) + 16)]]
+    if few.size < n:
+        few = values
+    nth: float = np.partition(few, n - 1)[n - 1]
+    return nth

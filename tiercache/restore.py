@@ -30,8 +30,8 @@ def restore(cache: TierCache, found: RecordTable | Sequence[PageRecord]) -> int:
     if not len(kept):
         return 0
     pages = cache.catalog.new_pages(len(kept), UNCLAIMED)
-    _note(cache, kept, pages)
     _hang(cache, kept, pages)
+    _note(cache, kept, pages)
     cache.catalog.begin_fill(Tier.DISK, pages)
     cache.catalog.commit(Tier.DISK, pages)
     _score(cache, pages)

@@ -32,8 +32,16 @@ def test_lowest_selects_what_sorting_would_put_first(
     rows: list[tuple[int, int]], count: int
 ) -> None:
     keys = [np.array(column) for column in zip(*rows, strict=True)]
-    chosen = sorted(rows[index] for index in lowest(keys, count))
-    assert chosen == sorted(rows)[:count]
+    chosen = lowest(np.arange(len(rows)), [key.take for key in keys], count)
+    assert sorted(rows[index] for index in chosen) == sorted(rows)[:count]
+
+
+@given(st.integers(1, 3), st.integers(1, 3000), st.integers(0, 1 << 32))
+def test_lowest_is_not_misled_by_where_the_low_ones_are(every: int, count: int, seed: int) -> None:
+    values = np.random.default_rng(seed).integers(0, 5000, 9000)
+    values[::every] -= 4000
+    chosen = lowest(np.arange(values.size), [values.take], count)
+    assert sorted(values[chosen].tolist()) == sorted(values.tolist())[:count]
 
 
 class AnyScores(Indifferent):
