@@ -66,6 +66,17 @@ def test_a_page_that_is_not_admitted_is_counted_each_time_it_is_refused() -> Non
     assert cache.counters.dropped_writes == {DropReason.NOT_ADMITTED: 4}
 
 
+def test_a_page_that_leaves_for_host_goes_without_its_ancestors() -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 32}, write_policy="write_back")
+    rig.store_prompt(prompt(1))
+    last = int(rig.cache.tree.match(N, 0, prompt(1)).pages[-1])
+    assert rig.cache.writes[Tier.HOST].demote(last, rig.cache.room)
+    rig.settle()
+    assert rig.cache.counters.moved_bytes == {
+        (Tier.DEVICE, Tier.HOST, MoveOutcome.DONE): rig.layout.page_bytes
+    }
+
+
 class Switched(AlwaysWell):
     """A store's health that a test turns off and on."""
 
