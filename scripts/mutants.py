@@ -30,18 +30,20 @@ class Mutant:
 
 T, C, M, X = ("tiercache/" + name for name in ("tree.py", "catalog.py", "moves.py", "transfer.py"))
 K, R, W, S = ("tiercache/" + name for name in ("cache.py", "room.py", "writes.py", "restore.py"))
-L = "tiercache/loads.py"
+L, O, P, F = (  # noqa: E741
+    "tiercache/" + name for name in ("loads.py", "columns.py", "prefetch.py", "forgetting.py")
+)
 I, E = "tiercache/inspection.py", "tiercache/eviction.py"  # noqa: E741
 
 MUTANTS = (
     Mutant("split-loses-children", "I1", T, "tail.children = node.children", "tail.children = {}"),
-    Mutant("split-keeps-owner", "I1", T, "        self._own(tail.pages, tail)\n", ""),
+    Mutant("split-keeps-owner", "I1", T, "        self._node_of[tail.pages] = tail.serial\n", ""),
     Mutant(
         "match-rounds-up",
         "whole pages only",
         T,
-        "tokens[at:]) // page_tokens",
-        "tokens[at:]) // page_tokens + 1",
+        "tokens[at : at + stored.size]) // page_tokens",
+        "tokens[at : at + stored.size]) // page_tokens + 1",
     ),
     Mutant(
         "namespaces-share-a-root",
@@ -90,13 +92,12 @@ MUTANTS = (
         "I2, a worker may still touch it",
         C,
         "        columns.slot_state[slots] = _RETIRING\n",
-        "        columns.slot_state[slots] = _RETIRING\n"
-        "        columns.free_slots.extend(slots.tolist())\n",
+        "        columns.slot_state[slots] = _RETIRING\n        columns.free_slots.give(slots)\n",
     ),
     Mutant(
         "filled-beyond-the-new-size",
         "resizing",
-        C,
+        O,
         "return max(0, self.capacity_pages - self.held_count)",
         "return len(self.free_slots)",
     ),
@@ -132,7 +133,7 @@ MUTANTS = (
         "bad-copy-stays",
         "a bad copy is dropped",
         M,
-        "            self._drop_bad_copy(move.source, page)\n",
+        "            self.drop_bad_copy(move.source, page)\n",
         "            pass\n",
     ),
     Mutant(
@@ -168,15 +169,15 @@ MUTANTS = (
         "corrupt-is-good-enough",
         "the checksum",
         X,
-        "            return PageOutcome.CORRUPT\n",
-        "            return PageOutcome.DONE\n",
+        "ReadOutcome.CORRUPT: PageOutcome.CORRUPT",
+        "ReadOutcome.CORRUPT: PageOutcome.DONE",
     ),
     Mutant(
         "bad-page-goes-up-the-chain",
         "outcomes by page",
         X,
-        "            if outcome is PageOutcome.DONE:\n",
-        "            if True:\n",
+        "outcome is ReadOutcome.READ for outcome",
+        "True for outcome",
     ),
     Mutant(
         "worker-dies-of-a-fault",
@@ -203,8 +204,8 @@ MUTANTS = (
         "acquire-does-not-pin",
         "I5, pins",
         K,
-        "        self.catalog.pin(path)\n        cold",
-        "        cold",
+        "        self.catalog.pin(path)\n        absent",
+        "        absent",
     ),
     Mutant(
         "release-does-not-unpin",
@@ -252,8 +253,8 @@ MUTANTS = (
         "partial-page-is-inserted",
         "I3, only complete pages",
         K,
-        "        stop = min(computed_tokens // self.page_tokens, len(lease.pages))",
-        "        stop = min(-(-computed_tokens // self.page_tokens), len(lease.pages))",
+        "        stop = min(computed_tokens // self.page_tokens, lease.pages.size)",
+        "        stop = min(-(-computed_tokens // self.page_tokens), lease.pages.size)",
     ),
     Mutant(
         "adopt-keeps-load",
@@ -350,14 +351,14 @@ MUTANTS = (
         "only-copy-is-dropped",
         "a page is written down before it leaves",
         R,
-        "        if not elsewhere and self._demote(tier, page):\n",
-        "        if False:\n",
+        "        elif self._demote(tier, page):\n",
+        "        elif False:\n",
     ),
     Mutant(
         "written-page-does-not-leave",
         "room comes",
         R,
-        "                self._evict(tier, page)\n",
+        "                self._evict_one(tier, page)\n",
         "                pass\n",
     ),
     Mutant(
@@ -378,8 +379,8 @@ MUTANTS = (
         "head-is-evicted-for-its-tail",
         "I10, making room",
         W,
-        "        held = np.concatenate((pages, parents[parents != NO_PAGE]))\n",
-        "        held = pages\n",
+        "np.unique(np.concatenate((pages, parents[parents != NO_PAGE])))",
+        "pages",
     ),
     Mutant(
         "ancestors-are-put-ahead-for-ever",
@@ -406,8 +407,114 @@ MUTANTS = (
         "hottest-leaves-first",
         "order of eviction",
         E,
-        "            float(self._columns.score[page]),\n",
-        "            -float(self._columns.score[page]),\n",
+        "-self._columns.score[pages]\n        columns",
+        "self._columns.score[pages]\n        columns",
+    ),
+    Mutant(
+        "refused-page-is-tried-for-ever",
+        "a full tier and a page that wants in",
+        W,
+        "        if page in self._tried_again:\n            return False\n",
+        "",
+    ),
+    Mutant(
+        "room-is-made-and-not-used",
+        "the room belongs to the page it was made for",
+        W,
+        "        self._put_back(pages)\n        self.pump(room)\n",
+        "        self.pump(room)\n",
+    ),
+    Mutant(
+        "children-go-with-a-refused-parent",
+        "the wait for a parent that is tried again",
+        W,
+        "            return parent in full or parent in self._tried_again\n",
+        "            return False\n",
+    ),
+    Mutant(
+        "what-no-slot-is-left-for-waits-for-ever",
+        "a queue before a full tier drains",
+        W,
+        "                self._refuse(page, DropReason.NO_ROOM)\n        else:\n",
+        "                pass\n        else:\n",
+    ),
+    Mutant(
+        "growing-forgives-nothing",
+        "the wait for a tier to grow",
+        K,
+        "            self.writes[tier].forgive()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "victim-is-offered-again",
+        "making room asks each page once",
+        R,
+        "            self._catalog.pin(np.array(demoting, np.int32))\n"
+        "        self._catalog.unpin(np.array(waiting, np.int32))\n",
+        "",
+    ),
+    Mutant(
+        "offered-victims-stay-held",
+        "I5, release",
+        R,
+        "        self._catalog.unpin(np.array(waiting, np.int32))\n",
+        "",
+    ),
+    Mutant(
+        "prefetch-does-not-hold-what-it-reads",
+        "I5, queued prefetch",
+        P,
+        "        self._cache.catalog.pin(fits)  ",
+        "        pass  ",
+    ),
+    Mutant(
+        "prefetch-never-lets-go",
+        "I5, queued prefetch, release",
+        P,
+        "        self._cache.catalog.unpin(fits)\n",
+        "",
+    ),
+    Mutant(
+        "requests-that-left-keep-their-budget",
+        "queued prefetch, release",
+        P,
+        "        pages = self._pages.pop(request_id, _NO_PAGES)\n        self._count(",
+        "        pages = self._pages.get(request_id, _NO_PAGES)\n        self._count(",
+    ),
+    Mutant(
+        "bare-parents-are-not-forgotten",
+        "I4",
+        F,
+        "        for page in parents:\n            self.if_gone(page)\n",
+        "",
+    ),
+    Mutant(
+        "held-pages-are-reaped",
+        "a flush during running requests",
+        F,
+        "            if self._catalog.pins[page] or page in held:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "kept-pages-outlive-a-flush",
+        "I5, I8, retention",
+        K,
+        "        self.retention.release_all()\n",
+        "",
+    ),
+    Mutant(
+        "nobody-hears-that-a-pin-went",
+        "the wait for room",
+        C,
+        "            for tier in self.tiers:\n                self.on_evictable(tier, loose)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "nobody-hears-that-a-child-left",
+        "a cold chain unwinds",
+        C,
+        "                self.on_evictable(columns.tier, loose)\n",
+        "                pass\n",
     ),
 )
 

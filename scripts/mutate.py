@@ -3,9 +3,9 @@
     python scripts/mutate.py --sample 200 --seed 1 --log mutation.jsonl FILE...
 
 Each mutant is one place of one file: a comparison turned or shifted, `and` for `or`, `+` for `-`, a
-constant changed, a condition negated, a statement left out. Asserts and docstrings are left alone:
-an assert states what holds, so a sound program is the same without it. A mutant is killed by a
-failing test or by running out of time.
+constant changed, a condition negated, a statement left out. What a sound program is the same
+without is left alone: asserts, `strict=` of a zip, annotations, docstrings. A mutant is killed by a
+failing test or by running out of time. Mutants that the log has already are not tried again.
 """
 
 from __future__ import annotations
@@ -135,11 +135,23 @@ def _exempt(tree: ast.Module) -> None:
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             is_check = node.name in ("check", "_check_slots", "_check_children")
             roots = [node] if is_check else list(node.decorator_list)
+            if isinstance(node, ast.FunctionDef) and not is_check:
+                roots += [node.returns] if node.returns else []
+        elif isinstance(node, ast.arg):
+            roots = [node.annotation] if node.annotation else []
+        elif isinstance(node, ast.keyword) and node.arg == "strict":
+            roots = [node.value]
         elif isinstance(node, ast.AnnAssign):
             roots = [node.annotation]
         for root in roots:
             for inner in ast.walk(root):
                 inner.is_exempt = True  # type: ignore[attr-defined]
+
+
+def _verdicts(log: Path) -> dict[str, bool]:
+    """What an earlier run found out: mutants by name, and whether they were killed."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return {entry["mutant"]: entry["killed"] for entry in map(json.loads, lines)}
 
 
 def main() -> None:
@@ -156,9 +168,12 @@ def main() -> None:
     Random(options.seed).shuffle(everything)
     chosen = everything[: options.sample]
     print(f"{len(chosen)} of {len(everything)} mutants")
-    killed = 0
+    known = _verdicts(options.log)
+    killed = sum(known.get(mutant.name, False) for mutant in chosen)
     with Scratch() as scratch, options.log.open("a") as log:
         for number, mutant in enumerate(chosen, 1):
+            if mutant.name in known:
+                continue
             verdict = scratch.try_with(mutant.file, mutant.source, options.timeout)
             killed += verdict.killed
             line = {"mutant": mutant.name, "killed": verdict.killed, "by": verdict.by}

@@ -18,7 +18,7 @@ from tiercache.layers import LayerArrivals
 from tiercache.metrics import CacheCounters, Histogram, MoveOutcome
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.transfer import Completion, Erase, Hop, Job, Move, PageOutcome, Transfers
-from tiercache.types import PageIds, SlotState, Tier
+from tiercache.types import PageIds, Tier
 
 RecordsOf = Callable[[PageIds], tuple[PageRecord, ...]]
 
@@ -171,9 +171,7 @@ class MoveBook:
 
     def _settle_hop(self, move: Move, hop: Hop, done: np.ndarray) -> None:
         columns = self._catalog.tiers[hop.tier]
-        own = (columns.slot[move.pages] == hop.slots) & (
-            columns.state[move.pages] == int(SlotState.FILLING)
-        )
+        own = columns.slot[move.pages] == hop.slots
         if (own & done).any():
             self._catalog.commit(hop.tier, move.pages[own & done])
             if hop.tier is Tier.DISK:

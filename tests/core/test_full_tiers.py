@@ -174,6 +174,7 @@ def test_a_page_is_offered_once_for_each_time_that_room_is_asked_for(
         rig.assert_sound()
     rig.settle()
     assert rig.cache.catalog.tiers[Tier.DEVICE].free_count == 6, "the last page of each prompt left"
+    assert not rig.cache.counters.dropped_writes
     rig.assert_sound()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from random import Random
 
 from tiercache.simulation.requests import Stage
@@ -35,10 +36,12 @@ class Focus:
 
 
 def focused_scenario(seed: int) -> tuple[Scenario, Focus]:
-    """The scenario of `seed` and its focus: always the same for the same seed."""
-    rng = Random(f"focus {seed}")
-    focus = draw_focus(rng)
-    scenario = _SHAPES[focus.shape](draw_scenario(seed), rng)
+    """The scenario of `seed` and its focus: always the same for the same seed.
+
+    Neighbouring seeds have different foci, and as many seeds as there are foci have each once.
+    """
+    focus = FOCI[seed * _STRIDE % len(FOCI)]
+    scenario = _SHAPES[focus.shape](draw_scenario(seed), Random(f"focus {seed}"))
     if focus.hunt is not None:
         scenario = replace(scenario, operations=_hunting(scenario.operations, focus.hunt.how))
     return scenario, focus
@@ -48,19 +51,6 @@ def _hunting(operations: Mapping[str, float], how: str) -> dict[str, float]:
     """Other ends are left to other seeds, so that stages are reached."""
     others = {name: weight for name, weight in operations.items() if name not in ENDS}
     return others | {how: 1.0}
-
-
-def draw_focus(rng: Random) -> Focus:
-    dice = rng.random()
-    if dice < 0.08:
-        return Focus()
-    if dice < 0.4:
-        return Focus(rng.choices(list(_RARE), list(_RARE.values()))[0])
-    stages = list(_SHAPE_OF_STAGE)
-    weights = [weight for _, weight in _SHAPE_OF_STAGE.values()]
-    stage = rng.choices(stages, weights)[0]
-    how = rng.choices(ENDS, _HUNTED)[0]
-    return Focus(_SHAPE_OF_STAGE[stage][0], Hunt(how, stage))
 
 
 def _any(scenario: Scenario, rng: Random) -> Scenario:
@@ -78,8 +68,10 @@ def _cold(scenario: Scenario, rng: Random) -> Scenario:
         pages_per_move=2,
         readers=1,
         longest_prompt_tokens=device // 2 * page_tokens,
+        namespaces=1,
         hot_prefixes=2,
         fresh_share=0.02,
+        parting_share=0.05,
         answer_pages=1,
         fetch_deadline_seconds=0.05,
         operations=scenario.operations | _COLD_OPERATIONS,
@@ -104,14 +96,14 @@ def _queueing(scenario: Scenario, rng: Random) -> Scenario:
         prefetch_budget_fraction=1.0,
         most_requests=3,
         chunk_pages=device,
-        hot_prefixes=4,
+        hot_prefixes=3,
         repeat_share=0.05,
         operations=shaped.operations | {"proceed": 60, "rest": 5, "evict_tier": 30},
     )
 
 
 def _crowded(scenario: Scenario, rng: Random) -> Scenario:
-    """Crowds ask for the same, which only DISK has after a restart, and not all wait for it."""
+    """Crowds ask for the same, which only slower tiers have."""
     shaped = _cold(scenario, rng)
     page_tokens = rng.choice((2, 3))
     return replace(
@@ -119,12 +111,14 @@ def _crowded(scenario: Scenario, rng: Random) -> Scenario:
         layout=replace(scenario.layout, page_tokens=page_tokens),
         namespaces=1,
         hot_prefixes=3,
+        repeat_share=0.0,
         most_requests=7,
-        pages_per_move=rng.choice((1, 2)),
-        fetch_deadline_seconds=rng.choice((0.0005, 0.05)),
+        pages_per_move=4,
+        fetch_deadline_seconds=0.05,
         longest_prompt_tokens=5 * page_tokens,
+        faults={},
         operations=shaped.operations
-        | {"crowd": 12, "arrive": 5, "kill": 1, "abort": 2, "timeout": 2, "settle_one": 30},
+        | {"crowd": 6, "arrive": 3, "kill": 1, "abort": 1, "timeout": 1, "proceed": 90},
     )
 
 
@@ -179,6 +173,15 @@ def _ahead(scenario: Scenario, rng: Random) -> Scenario:
     return replace(scenario, reserve_ahead=0.9, answer_pages=4)
 
 
+def _resizing(scenario: Scenario, rng: Random) -> Scenario:
+    """Pools change their sizes all the time."""
+    device = scenario.capacity_pages[Tier.DEVICE]
+    operations = scenario.operations | {"resize": 30.0}
+    return replace(
+        scenario, capacity_pages=_sizes(device, device, 2 * device), operations=operations
+    )
+
+
 def _impatient(scenario: Scenario, rng: Random) -> Scenario:
     """Many wait for one, and not for long."""
     return replace(
@@ -227,25 +230,48 @@ _SHAPES: Mapping[str, Callable[[Scenario, Random], Scenario]] = {
     "overtaken": _overtaken,
     "tight": _tight,
     "ahead": _ahead,
+    "resizing": _resizing,
     "impatient": _impatient,
 }
 
-_SHAPE_OF_STAGE: Mapping[Stage, tuple[str, float]] = {
-    Stage.QUEUED: ("any", 0.05),
-    Stage.QUEUED_PREFETCHING: ("queueing", 4.2),
-    Stage.FOLLOWING: ("impatient", 1.2),
-    Stage.FETCHING: ("cold", 0.2),
-    Stage.FETCHING_BEGUN: ("begun", 2.0),
-    Stage.FETCHING_PARTLY_ARRIVED: ("cold", 2.0),
-    Stage.PREFILLING: ("any", 0.2),
-    Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("any", 0.5),
-    Stage.DECODING: ("any", 0.4),
-    Stage.DECODING_PAGE_RESERVED: ("ahead", 1.5),
+_SHARES: Mapping[str, int] = {
+    "any": 4,
+    "crowded": 2,
+    "failing": 5,
+    "overtaken": 5,
+    "tight": 14,
+    "impatient": 3,
+    "resizing": 4,
 }
-"""Where an end at this stage is hunted, and how often that is relative to the others."""
+"""Seeds of each shape without a hunt, among those of one round."""
 
-_HUNTED = (1.0, 1.0, 1.0, 1.3, 1.3)
-"""How often each of `ENDS` is."""
+_HUNTS: Mapping[Stage, tuple[str, tuple[int, int, int, int, int]]] = {
+    Stage.QUEUED_PREFETCHING: ("queueing", (7, 7, 4, 4, 4)),
+    Stage.FOLLOWING: ("impatient", (3, 3, 3, 3, 3)),
+    Stage.FETCHING: ("cold", (1, 1, 0, 0, 0)),
+    Stage.FETCHING_BEGUN: ("begun", (3, 3, 3, 3, 3)),
+    Stage.FETCHING_PARTLY_ARRIVED: ("cold", (3, 3, 2, 2, 2)),
+    Stage.PREFILLING: ("any", (1, 1, 0, 0, 0)),
+    Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("any", (1, 1, 1, 1, 1)),
+    Stage.DECODING: ("any", (1, 1, 0, 1, 1)),
+    Stage.DECODING_PAGE_RESERVED: ("ahead", (2, 2, 2, 3, 3)),
+}
+"""Where an end at each stage is hunted, and in how many seeds of a round, by kind of `ENDS`."""
 
-_RARE: Mapping[str, float] = {"crowded": 2.0, "failing": 1.0, "overtaken": 2.5, "tight": 2.5}
-"""Shapes that bring about rare cases of their own, without a hunt."""
+
+def _round() -> tuple[Focus, ...]:
+    plain = [Focus(shape) for shape, share in _SHARES.items() for _ in range(share)]
+    hunting = [
+        Focus(shape, Hunt(how, stage))
+        for stage, (shape, shares) in _HUNTS.items()
+        for how, share in zip(ENDS, shares, strict=True)
+        for _ in range(share)
+    ]
+    return (*plain, *hunting)
+
+
+FOCI = _round()
+"""What the seeds of one round concentrate on."""
+
+_STRIDE = 37
+assert gcd(_STRIDE, len(FOCI)) == 1, "or some foci would never come"

@@ -84,6 +84,8 @@ class Scenario:
     """Prompts that nobody asked for before."""
     repeat_share: float
     """Prompts, of the others, that somebody asks for right now."""
+    parting_share: float
+    """Hot prefixes that end in something new."""
     answer_pages: int
     reserve_ahead: float
     """Chance that a decoding request asks for a page before it needs it."""
@@ -140,6 +142,7 @@ def draw_scenario(seed: int) -> Scenario:
         hot_prefixes=4,
         fresh_share=0.1,
         repeat_share=0.4,
+        parting_share=0.3,
         answer_pages=3,
         reserve_ahead=0.3,
         prefetch_budget_fraction=rng.choice((0.0, 0.25, 1.0)),

@@ -90,7 +90,9 @@ class World:
         if len(self.service.requests) >= self.scenario.most_requests:
             self._proceed()
             return
-        self._submit(self._rng.choice(self._namespaces), self._draw_prompt())
+        request = self._submit(self._rng.choice(self._namespaces), self._draw_prompt())
+        if self._rng.random() < 0.7:
+            self.service.proceed(request)
 
     def _crowd(self) -> None:
         """As many as there is place for ask at once for the same that is stored already."""
@@ -289,7 +291,7 @@ class World:
         if dice > 0.85 and self.service.answered:
             return self._rng.choice(self.service.answered)[:longest].copy()
         tokens = self._rng.choice(self._hot)[:length].copy()
-        if self._rng.random() < 0.3:
+        if self._rng.random() < self.scenario.parting_share:
             at = self._rng.randrange(length)
             tokens[at:] = self._random_tokens(length - at)
         return tokens
