@@ -1,12 +1,12 @@
 """What running requests feel of a disk tier that reads and writes at a limited rate.
 
-    python -m benchmarks.bench_interference [--folder DIR] [--seconds 6] [--rounds 4]
+    python -m benchmarks.bench_interference [--folder DIR] [--seconds 5] [--rounds 4]
 
 The engine with the bundled model decodes for some streams without a pause. Beside it, moves of
-12 MiB go through transfers and a store process as a server has them: HOST → DISK with as much given
-up as is written, and DISK → HOST → DEVICE. Measured are the seconds between two tokens of a stream,
-with the disk at rest and at each of several rates, in turn, so that a machine that changes its pace
-and contexts that grow longer change it for all.
+12 MiB go through transfers, a guard that paces them, and a store process, as a server has them:
+HOST → DISK with as much given up as is written, and DISK → HOST → DEVICE. Measured are the seconds
+between two tokens of a stream, with the disk at rest and at each of several rates, in turn, so that
+a machine that changes its pace and contexts that grow longer change it for all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,6 +31,9 @@ from engine.build import build_engine
 from engine.engine import Engine
 from engine.sampling import SamplingParams
 from tiercache.config import parse_config
+from tiercache.tiers.disk_guard import GuardedStore
+from tiercache.tiers.disk_pace import Pace
+from tiercache.types import Tier
 
 UNLIMITED = 1_000_000
 MIX: tuple[tuple[int, int], ...] = (
@@ -92,15 +94,18 @@ class Streams:
 
 
 class Traffic:
-    """Submits moves of one kind at a rate until told to stop, one at a time; waits for the last."""
+    """Keeps a move of each kind that has a rate in flight, behind a store's guard, which paces it;
+    until told to stop, and then waits for the last."""
 
     def __init__(self, one: Bench, rates: tuple[int, int]) -> None:
+        guard = one.store
+        assert isinstance(guard, GuardedStore)
+        guard.write_pace, guard.read_pace = (
+            Pace(None if r == UNLIMITED else r * 1e6) for r in rates
+        )
         self._one = one
-        self._submits: list[tuple[Callable[[], None], float]] = [
-            (submit, 0.0 if rate == UNLIMITED else _MOVE_BYTES / rate / 1e6)
-            for submit, rate in zip((one.write, one.read), rates, strict=True)
-            if rate
-        ]
+        pairs = zip((one.write, one.read), rates, strict=True)
+        self._submits = [submit for submit, rate in pairs if rate]
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.moved_bytes = 0
@@ -115,18 +120,16 @@ class Traffic:
 
     def _run(self) -> None:
         in_flight = 0
-        due = [0.0] * len(self._submits)
-        while not self._stopping.is_set() or in_flight:
-            ended = self._one.finished_moves()
-            in_flight -= ended
-            self.moved_bytes += ended * _MOVE_BYTES
-            now = time.perf_counter()
-            for index, (submit, pause) in enumerate(self._submits):
-                if self._stopping.is_set() or now < due[index] or in_flight >= 2:
-                    continue
-                due[index] = max(due[index], now - pause) + pause
-                submit()
-                in_flight += 1
+        for submit in self._submits:
+            submit()
+            in_flight += 1
+        while in_flight:
+            for target in self._one.finished_targets():
+                in_flight -= 1
+                self.moved_bytes += _MOVE_BYTES
+                if not self._stopping.is_set():
+                    (self._one.write if target is Tier.DISK else self._one.read)()
+                    in_flight += 1
             time.sleep(0.002)
 
 
@@ -152,7 +155,7 @@ def measure(
     running = Streams(engine, streams)
     running.start()
     try:
-        with bench(folder, "process") as one:
+        with bench(folder, "guarded") as one:
             _wait_for_tokens(running)
             for number in range(rounds):
                 _progress(f"round {number + 1} of {rounds}")
@@ -161,7 +164,7 @@ def measure(
                     with Traffic(one, mix) as traffic:
                         time.sleep(seconds)
                         seen = list(running.gaps)
-                    moved[mix] += traffic.moved_bytes
+                        moved[mix] += traffic.moved_bytes
                     gaps[mix] += seen
     finally:
         running.stop()
@@ -205,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, help="where to write; a disk, not a tmpfs")
     parser.add_argument("--streams", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     measured_on = machine()
