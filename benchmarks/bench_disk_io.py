@@ -34,6 +34,7 @@ from benchmarks.common import machine, percentile, save
 from tiercache.tiers.disk import DiskStore, PageRecord
 from tiercache.tiers.disk_client import StoreProcess
 from tiercache.tiers.disk_facts import Opening
+from tiercache.tiers.disk_guard import GuardedStore
 from tiercache.tiers.memory import ArrayPool, HostPool
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, Erase, Hop, Move, PageOutcome, ThreadedTransfers
@@ -69,8 +70,9 @@ class Bench:
     numbers: int = 0
 
     def read(self) -> None:
-        """Submits DISK → HOST → DEVICE for the next batch."""
-        batch = self.live[self.serial % len(self.live)]
+        """Submits DISK → HOST → DEVICE for a batch that is neither new nor about to be given up."""
+        quarter = len(self.live) // 4
+        batch = self.live[quarter + self.serial % (2 * quarter)]
         slots = self._slots()
         hops = (Hop(Tier.HOST, slots), Hop(Tier.DEVICE, slots))
         self._submit(Move(self._serial(), slots, Tier.DISK, slots, hops, tuple(batch)))
@@ -88,9 +90,14 @@ class Bench:
         self._submit(Move(self._serial(), slots, Tier.HOST, slots, hops, tuple(batch)))
 
     def finished_moves(self) -> int:
+        return len(self.finished_targets())
+
+    def finished_targets(self) -> list[Tier]:
+        """Where the moves went that have ended since it was last asked; all of them well."""
         moves = [c for c in self.transfers.completions() if isinstance(c.job, Move)]
-        assert all(set(c.outcomes) == {PageOutcome.DONE} for c in moves), moves
-        return len(moves)
+        outcomes = {outcome for one in moves for outcome in one.outcomes}
+        assert outcomes <= {PageOutcome.DONE}, outcomes
+        return [one.job.target for one in moves if isinstance(one.job, Move)]
 
     def _slots(self) -> np.ndarray:
         first = self.serial % POOL_MOVES * PAGES_PER_MOVE
@@ -106,7 +113,7 @@ class Bench:
 
 @contextlib.contextmanager
 def bench(folder: Path, kind: str) -> Iterator[Bench]:
-    """A full store of `kind` (threads or process), everything written over once."""
+    """A full store of `kind` (threads, process, or that with its guard), all written over once."""
     host = HostPool(POOL_MOVES * PAGES_PER_MOVE, PAGE_BYTES)
     host.rows[:] = page_rows(len(host.rows), PAGE_BYTES)
     device = ArrayPool(page_rows(len(host.rows), PAGE_BYTES))
@@ -116,7 +123,11 @@ def bench(folder: Path, kind: str) -> Iterator[Bench]:
     if kind == "threads":
         store = DiskStore.open_as(path, asked)
     else:
-        store = StoreProcess(path, asked, host, lanes=4, staging_pages=PAGES_PER_MOVE)
+
+        def started() -> PageStore:
+            return StoreProcess(path, asked, host, lanes=4, staging_pages=PAGES_PER_MOVE)
+
+        store = started() if kind == "process" else GuardedStore(started)
     transfers = ThreadedTransfers(
         Carrier({Tier.HOST: host, Tier.DEVICE: device}, store), reader_threads=2
     )

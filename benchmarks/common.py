@@ -77,7 +77,7 @@ def serving(config: dict[str, Any], folder: Path, *, timeout_seconds: float = 12
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_ready(url, process, folder / "server.log", timeout_seconds)
+        wait_until_ready(url, process, folder / "server.log", timeout_seconds)
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
@@ -88,7 +88,7 @@ def serving(config: dict[str, Any], folder: Path, *, timeout_seconds: float = 12
             process.wait()
 
 
-def _wait_until_ready(
+def wait_until_ready(
     url: str, process: subprocess.Popen[bytes], log: Path, timeout_seconds: float
 ) -> None:
     deadline = time.monotonic() + timeout_seconds
@@ -111,6 +111,7 @@ class Measured:
     completion_tokens: int
     cached_tokens_by_tier: dict[str, int]
     prompt_tokens: int
+    text: str = ""
 
 
 def ask(
@@ -130,6 +131,7 @@ def ask(
     started = time.perf_counter()
     first = 0.0
     usage: dict[str, Any] = {}
+    text = ""
     with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
@@ -142,6 +144,7 @@ def ask(
                 raise RuntimeError(str(event["error"]))
             if not first and event.get("choices"):
                 first = time.perf_counter() - started
+            text += "".join(one.get("text", "") for one in event.get("choices", ()))
             usage = event.get("usage") or usage
     return Measured(
         ttft_seconds=first,
@@ -149,6 +152,7 @@ def ask(
         completion_tokens=int(usage["completion_tokens"]),
         cached_tokens_by_tier=usage["prompt_tokens_details"]["cached_tokens_by_tier"],
         prompt_tokens=int(usage["prompt_tokens"]),
+        text=text,
     )
 
 

@@ -28,11 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import machine, save
-from tiercache.errors import PageCorrupt
-from tiercache.testing.disk_pages import chain, opened, stamp, with_payloads
+from benchmarks.disk_proof import Writer, look
+from tiercache.testing.disk_pages import opened
 from tiercache.tiers.disk import DiskStore
 
 OUTSIDE, PAYLOADS, BETWEEN, ENTRIES = range(4)
@@ -139,23 +137,12 @@ def _look(folder: Path, promised: _Promised, report: KillReport) -> None:
         report.failed_starts += bool(store.open_notes)
         if store.generation > promised.generation:  # a flush that was killed before its answer
             promised.generation, promised.keys = store.generation, set()
-        records = store.records()
-        keys = {record.key for record in records}
-        report.lost_pages += len(promised.keys - {key.hex() for key in keys})
-        report.headless_pages += sum(r.depth > 0 and r.parent not in keys for r in records)
-        report.orphan_payloads += len(store._maps.payload_keys() - keys)
-        for record in records:
-            report.pages_read += 1
-            report.wrong_pages += not _is_right(store, record)
-
-
-def _is_right(store: DiskStore, record: Any) -> bool:
-    out = np.empty(store.page_bytes, np.uint8)
-    try:
-        store.read_into(record, out)
-    except (PageCorrupt, KeyError):
-        return False
-    return bool(np.array_equal(out, stamp(record.key)))
+        seen = look(store)
+        report.pages_read += len(seen.good) + seen.wrong + seen.corrupt
+        report.wrong_pages += seen.wrong + seen.corrupt
+        report.headless_pages += seen.headless
+        report.lost_pages += len(promised.keys - {key.hex() for key in seen.good})
+        report.orphan_payloads += len(store._maps.payload_keys()) - store.page_count()
 
 
 def write_until_killed(folder: Path, seed: int, phase_fd: int) -> None:
@@ -164,36 +151,23 @@ def write_until_killed(folder: Path, seed: int, phase_fd: int) -> None:
     choice = random.Random(seed)
     store = opened(folder)
     _mark_phases(store, phase, choice)
-    generation = store.generation
 
     def say(*words: object) -> None:
         print(*words, ".", flush=True)
 
     say("ready")
+    writer = Writer(store, choice, say, chains=12)
     while True:
-        records = chain(6, choice.randrange(12), generation)
-        action = choice.choices(["write", "delete", "touch", "flush"], [60, 30, 8, 2])[0]
-        if action == "write":
-            store.write(with_payloads(records))
-            say("written", *(record.key.hex() for record in records))
-        elif action == "delete":
-            say("deleting", *(record.key.hex() for record in records[3:]))
-            store.delete([record.key for record in records[3:]])
-        elif action == "touch":
-            store.touch({record.key: (choice.random(), 1) for record in records})
-        else:
-            generation += 1
-            store.set_generation(generation)
-            say("flushed", generation)
+        writer.step()
 
 
 def _mark_phases(store: DiskStore, phase: mmap.mmap, choice: random.Random) -> None:
     maps = store._maps
     put_payloads, put_entries = maps.put_payloads, maps.put_entries
 
-    def marked_payloads(payloads: Any, drop: Any = ()) -> None:
+    def marked_payloads(*arguments: Any) -> None:
         phase[0] = PAYLOADS
-        put_payloads(payloads, drop)
+        put_payloads(*arguments)
         phase[0] = BETWEEN
         time.sleep(choice.random() * 0.001)
 

@@ -19,8 +19,8 @@ process of its own, which reads every page and compares every byte. Needs a C co
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import pickle
 import random
 import shutil
 import struct
@@ -31,11 +31,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.common import machine, save
-from tiercache.errors import PageCorrupt
-from tiercache.testing.disk_pages import MIB, chain, opened, stamp, with_payloads
+from benchmarks.disk_proof import Seen, Writer, in_a_child, look
+from tiercache.testing.disk_pages import MIB, opened
 from tiercache.tiers.disk import Durability
 
 SHIM = Path(__file__).with_suffix(".c")
@@ -168,7 +166,8 @@ def run(folder: Path, durability: Durability, images: int, seed: int = 1) -> Pow
         acks = next((f for n, f in files.items() if names[n] == ACKS), _File())
         image = folder / "image"
         _lay_out(image, names, files, choice)
-        _count(_seen_by_another_process(image, durability), _promises(acks), report)
+        seen = in_a_child(functools.partial(_look, image, durability))
+        _count(seen, _promises(acks), report)
     return report
 
 
@@ -216,49 +215,12 @@ def _promises(acks: _File) -> tuple[int, set[str]]:
     return generation, keys
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    set_aside: bool
-    generation: int
-    good: frozenset[str]
-    wrong: int
-    corrupt: int
-
-
-def _seen_by_another_process(image: Path, durability: Durability) -> _Seen | None:
-    """Opens and reads an image in a child of this process; None where that died."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(_look(image, durability), pipe)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return pickle.loads(answer) if status == 0 else None
-
-
-def _look(image: Path, durability: Durability) -> _Seen:
-    good, wrong, corrupt = set(), 0, 0
+def _look(image: Path, durability: Durability) -> Seen:
     with opened(image / "store", capacity_bytes=_CAPACITY_BYTES, durability=durability) as store:
-        out = np.empty(store.page_bytes, np.uint8)
-        for page in store.records():
-            try:
-                store.read_into(page, out)
-            except PageCorrupt:
-                corrupt += 1
-                continue
-            if np.array_equal(out, stamp(page.key)):
-                good.add(page.key.hex())
-            else:
-                wrong += 1
-        return _Seen(bool(store.open_notes), store.generation, frozenset(good), wrong, corrupt)
+        return look(store)
 
 
-def _count(seen: _Seen | None, promised: tuple[int, set[str]], report: PowerReport) -> None:
+def _count(seen: Seen | None, promised: tuple[int, set[str]], report: PowerReport) -> None:
     report.images += 1
     if seen is None:
         report.died += 1
@@ -270,7 +232,7 @@ def _count(seen: _Seen | None, promised: tuple[int, set[str]], report: PowerRepo
     report.bad_copies += seen.corrupt
     report.flushes_undone += seen.generation < generation and not seen.set_aside
     if seen.generation <= generation:
-        lost = len(keys - seen.good)
+        lost = len(keys - {key.hex() for key in seen.good})
         report.promised_pages += len(keys)
         report.lost_pages += lost
         report.images_with_losses += lost > 0
@@ -284,24 +246,10 @@ def write(folder: Path, durability: Durability, seed: int, steps: int) -> None:
     def say(*words: object) -> None:
         os.write(acks, (" ".join(map(str, words)) + "\n").encode())
 
-    generation = 0
     store = opened(folder / "store", capacity_bytes=_CAPACITY_BYTES, durability=durability)
+    writer = Writer(store, choice, say, chains=8, weights=(50, 40, 8, 2))
     for _ in range(steps):
-        records = chain(6, choice.randrange(8), generation)
-        action = choice.choices(["write", "delete", "touch", "flush"], [50, 40, 8, 2])[0]
-        if action == "write":
-            store.write(with_payloads(records))
-            say("written", *(record.key.hex() for record in records))
-        elif action == "delete":
-            gone = records[choice.randrange(1, 6) :]
-            say("deleting", *(record.key.hex() for record in gone))
-            store.delete([record.key for record in gone])
-        elif action == "touch":
-            store.touch({record.key: (choice.random(), 1) for record in records})
-        else:
-            generation += 1
-            store.set_generation(generation)
-            say("flushed", generation)
+        writer.step()
     os._exit(0)
 
 

@@ -44,6 +44,8 @@ _LEAST_DEVICE_PAGES = 2
 """One page to compute and one to generate into."""
 _LEAST_STALL_SECONDS = 1.0
 """A healthy disk that is busy may take this long for a batch."""
+_AUTO_READ_RATE = 100 << 20
+"""Bytes a second beside requests that compute; while none does, reads have no limit."""
 _AUTO_WRITE_RATE = 100 << 20
 """Bytes a second that a step of the engine does not feel; see docs/disk.md."""
 _AUTO_WORKING_COPY_SHARE = 4
@@ -138,6 +140,8 @@ def _join(
         ),
         clock,
     )
+    if store is not None and config.tiers.disk.read_rate_limit == "auto":
+        store.read_pace.applies = lambda: turns.is_computing
 
     explainer = _explainer(config, cache, model)
 
@@ -307,7 +311,7 @@ def _open_store(config: Config, layout: PageLayout, host: HostPool | None) -> Gu
             disk.breaker.probe_seconds,
             stall_seconds=max(_LEAST_STALL_SECONDS, disk.breaker.probe_seconds),
         ),
-        read_pace=Pace(None if disk.read_rate_limit == "auto" else disk.read_rate_limit),
+        read_pace=Pace(_AUTO_READ_RATE if disk.read_rate_limit == "auto" else disk.read_rate_limit),
         write_pace=Pace(
             _AUTO_WRITE_RATE if disk.write_rate_limit == "auto" else disk.write_rate_limit
         ),

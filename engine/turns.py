@@ -345,6 +345,11 @@ class Turns:
 
     # Computing
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a request is past its loading. Any thread."""
+        return any(active.state is State.RUNNING for active in tuple(self._admitted))
+
     def _plan(self) -> list[Work]:
         """The next step's work, with a page reserved for every token it will write."""
         for active in list(self._admitted):

@@ -229,7 +229,9 @@ class DiskTierConfig(_SlowerTierConfig):
         default="auto", description="Most bytes written in a second; auto is 100MiB."
     )
     read_rate_limit: SizeOrAuto = Field(
-        default="auto", description="Most bytes read in a second; auto sets no limit."
+        default="auto",
+        description="Most bytes read in a second; auto is 100MiB while requests compute and "
+        "no limit while none does.",
     )
     scrub_rate_limit: SizeBytes = Field(
         default=8 * MIB,

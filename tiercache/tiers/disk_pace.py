@@ -26,18 +26,25 @@ class Pace:
         *,
         now_seconds: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
+        applies: Callable[[], bool] = lambda: True,
     ) -> None:
-        """None lets everything pass at once."""
+        """None lets everything pass at once, and so does any rate while it does not apply."""
         self._rate = bytes_per_second
+        self.applies = applies
         self._now_seconds = now_seconds
         self._sleep = sleep
         self._lock = threading.Lock()
         self._free_at_seconds = 0.0
 
+    @property
+    def is_limiting(self) -> bool:
+        return bool(self._rate) and self.applies()
+
     def take(self, size_bytes: int) -> None:
         """Returns when `size_bytes` may be moved: as soon as all that went before is paid for."""
-        if not self._rate:
+        if not self.is_limiting:
             return
+        assert self._rate
         with self._lock:
             now = self._now_seconds()
             begin = max(now, self._free_at_seconds)

@@ -26,6 +26,8 @@ from tiercache.tiers.disk_wire import Place, Region, StoreFacts
 
 _TAKE_OVER_SECONDS = 2.0
 """How long to wait for the process of a server that has just been killed to let go."""
+_NICENESS = 10
+"""The engine computes first: where cores are short, moving pages takes what it leaves."""
 _IN_USE = "is in use by another process"
 
 
@@ -82,6 +84,7 @@ class StoreServer:
 
 def main() -> None:
     """Opens the store that is asked for and serves it."""
+    os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control, *lanes = (Connection(int(fd)) for fd in sys.argv[1:])
