@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few requests; nothing is saved")
     options = parser.parse_args()
-    shape = Shape(4, 2, 3, singles=6, spread_seconds=100) if options.quick else Shape()
+    shape = Shape(8, 2, 2, singles=6, spread_seconds=100) if options.quick else Shape()
     measured_on = machine()
     path = RESULTS / f"{RESULT}.json"
     saved = json.loads(path.read_text()) if path.exists() else {}
