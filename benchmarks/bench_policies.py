@@ -141,8 +141,8 @@ class Bench:
                     yield {**row, "exact_hit_percent": exact}
 
     def section_speed(self) -> Iterator[Row]:
-        """Production mode over the conversation trace, a process for each: seconds, and the processor
-        time of the whole command, which is what it takes on a core of its own."""
+        """Production mode over the conversation trace, each in a process: seconds, and the
+        processor time of the whole command, which is what it takes on a core of its own."""
         for policy in ("lru", "auto"):
             for capacity in CAPACITIES:
                 yield {"policy": policy, **self._in_a_process(policy, capacity)}
