@@ -26,6 +26,8 @@ class Keep:
     """
 
     priority: int | None = None
+    may_lower: bool = False
+    """Whether pages that somebody gave a priority above the usual one may be given a lower one."""
     ttl_seconds: float | None = None
     pin: bool = False
     most_pins: int | None = None
@@ -47,7 +49,13 @@ def carry_out(cache: TierCache, lease: Lease, keep: Keep, tenant: str) -> None:
     if priority is None and keep.ttl_seconds is not None and not keep.pin:
         priority = KEPT_PRIORITY
     if priority is not None:
-        cache.retention.prioritise(lease.namespace, tokens, priority, ttl_seconds=keep.ttl_seconds)
+        cache.retention.prioritise(
+            lease.namespace,
+            tokens,
+            priority,
+            ttl_seconds=keep.ttl_seconds,
+            spares_higher=not keep.may_lower,
+        )
     if keep.pin:
         try:
             cache.retention.pin(

@@ -34,9 +34,15 @@ class Caller:
         """None stands for as many as DEVICE has room for."""
         return None if self.is_admin else self.pins
 
+    def may(self, allowance: str) -> bool:
+        """Whether this caller may set `priority` above 50, `ttl_seconds`, `store`, or a `pin`."""
+        return (
+            self.is_admin or allowance in self.allowances or (allowance == "pin" and self.pins > 0)
+        )
+
     def require(self, allowance: str, param: str) -> None:
         """Raises ApiError, naming `param`, unless this caller may do what `allowance` says."""
-        if self.is_admin or allowance in self.allowances or (allowance == "pin" and self.pins):
+        if self.may(allowance):
             return
         key = "pins" if allowance == "pin" else "allow"
         whose = f"tenants.{self.tenant}.{key}" if self.tenant else f"an allowance (tenants.*.{key})"

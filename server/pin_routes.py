@@ -120,6 +120,7 @@ def wishes_of(wishes: CacheWishes, caller: Caller) -> Keep:
             raise bad_field("cache.pin", "there is nothing to pin when cache.store is false")
     return Keep(
         priority=wishes.priority,
+        may_lower=caller.may("priority"),
         ttl_seconds=wishes.ttl_seconds,
         pin=wishes.pin,
         most_pins=caller.most_pins,

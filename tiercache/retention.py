@@ -162,16 +162,21 @@ class Retention:
         priority: int,
         *,
         ttl_seconds: float | None = None,
+        spares_higher: bool = False,
     ) -> int:
         """Sets the priority of what is stored of a prompt; returns how many pages that are.
 
         After `ttl_seconds` it is the usual one again. Pages that another prompt uses, too, take the
-        priority that was set last. Raises RetentionError for a priority outside 0–100.
+        priority that was set last, but with `spares_higher` those above the usual one keep theirs:
+        for whoever may lower only what is its own. Raises RetentionError for a priority outside
+        0–100.
         """
         if not 0 <= priority <= 100:
             raise RetentionError(f"a priority is a whole number from 0 to 100, not {priority}")
         until = self._until(ttl_seconds)
         pages = self._stored(namespace, tokens)
+        if spares_higher:
+            pages = pages[self._catalog.priority[pages] <= USUAL_PRIORITY]
         serial = self._serial()
         self._wishes.prioritise(pages, priority)
         self._catalog.prioritised_by[pages] = serial

@@ -84,6 +84,29 @@ def test_pages_read_ahead_are_not_the_first_to_leave_again(store: DiskStore) -> 
     rig.assert_sound()
 
 
+def test_room_for_pages_read_ahead_is_not_taken_from_what_an_earlier_request_wants(
+    store: DiskStore,
+) -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 4, Tier.DISK: 32}, store=store)
+    later = stored(rig, prompt(1, 3), Tier.DEVICE, Tier.HOST)
+    sooner = stored(rig, prompt(2, 4), Tier.DEVICE)
+    prefetcher = Prefetcher(rig.cache, 1.0)
+    prefetcher.announce("sooner", N, prompt(2, 4))
+    prefetcher.announce("later", N, prompt(1, 3))
+
+    prefetcher.begin("later", N, prompt(1, 3))
+    rig.settle()
+    assert ready_on(rig, Tier.HOST, sooner)
+
+    prefetcher.left("sooner")
+    prefetcher.left("later")
+    prefetcher.announce("later", N, prompt(1, 3))
+    prefetcher.begin("later", N, prompt(1, 3))
+    rig.settle()
+    assert ready_on(rig, Tier.HOST, later), "nobody before it wants what is there any more"
+    rig.assert_sound()
+
+
 def test_pages_of_an_old_generation_take_no_record_of_the_new_one_with_them(
     store: DiskStore,
 ) -> None:

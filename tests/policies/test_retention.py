@@ -101,6 +101,15 @@ def test_a_priority_that_ended_does_not_touch_pages_that_were_given_another() ->
     assert stored(rig, "ab") == 2
 
 
+def test_whoever_may_lower_only_its_own_leaves_higher_priorities_alone() -> None:
+    rig = rig_of(12)
+    store(rig, "abcd")
+    rig.cache.retention.prioritise(N, prompt("ab"), 90)
+    assert rig.cache.retention.prioritise(N, prompt("abcd"), 0, spares_higher=True) == 2
+    press(rig)
+    assert stored(rig, "abcd") == 2
+
+
 def test_a_low_priority_leaves_before_everything_else() -> None:
     rig = rig_of(8)
     store(rig, "ab")
