@@ -53,6 +53,8 @@ class GenerationRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
+    tenant: str = ""
+    """Whose turn it is: tenants take turns in the queue."""
 
 
 LOAD_SECONDS_KINDS = ("expected", "actual")

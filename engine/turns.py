@@ -10,7 +10,6 @@ go back, and there is no other place.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,14 @@ from engine.models import LoadedModel
 from engine.request import Active, State
 from engine.runner import ModelRunner, Segment
 from engine.sampling import sample
-from engine.scheduler import MOST_FORWARD_SECONDS, Work, admission_order, plan_step
+from engine.scheduler import (
+    MOST_FORWARD_SECONDS,
+    Work,
+    admission_order,
+    fair_head,
+    plan_step,
+    take_turns,
+)
 from engine.text import StopMatcher, new_detokenizer
 from engine.working_copy import WorkingCopyPool
 from tiercache.cache import TierCache
@@ -196,12 +202,13 @@ class Turns:
             self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
 
     def _in_order(self) -> list[Active]:
-        """The head of the queue in the order of admission."""
-        head = list(itertools.islice(self._waiting, _LOOK_AHEAD_REQUESTS))
+        """The head of the queue in the order of admission; tenants take turns."""
+        head = fair_head(self._waiting, _LOOK_AHEAD_REQUESTS)
         if len(head) < 2:
             return head
         resident = [self._cache.stored_tokens(one.namespace, one.tokens) for one in head]
-        return admission_order(head, resident, self._prefill_seconds_per_token)
+        order = admission_order(head, resident, self._prefill_seconds_per_token)
+        return take_turns(order, self._admitted)
 
     def _waits_for_pages(self, active: Active) -> bool:
         """Whether pages are being read for this queued request, within its patience."""
