@@ -8,7 +8,8 @@ from enum import Enum
 
 import numpy as np
 
-from engine.api import EventSink, GenerationRequest, Usage
+from engine.api import EventSink, GenerationRequest, LoadReport, Usage
+from engine.loading import LoadWatch
 from engine.sampling import new_generator
 from engine.text import Detokenizer, StopMatcher
 from engine.working_copy import WorkingCopy
@@ -53,6 +54,10 @@ class Active:
     waiting_since_seconds: float | None = None
     """Start of the current wait for a leader or for pages."""
     refetches: int = 0
+    reconsidered: bool = False
+    """Its load took longer than expected once, and it decided anew."""
+    loading: LoadWatch = field(default_factory=LoadWatch)
+    load_report: LoadReport | None = None
     give_up: MissReason | None = None
     """Set once this request must do without pages it would have to wait for."""
     may_follow: bool = True
@@ -111,4 +116,5 @@ class Active:
             completion_tokens=self.generated_tokens,
             hit_tokens=hits,
             miss_tokens=misses,
+            loading=self.load_report,
         )

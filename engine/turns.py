@@ -11,7 +11,6 @@ go back, and there is no other place.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -31,11 +30,19 @@ from engine.api import (
 from engine.arrival import PrefixArrival, Prefixes
 from engine.counters import EngineCounters
 from engine.keep import carry_out
+from engine.loading import log_report
 from engine.models import LoadedModel
 from engine.request import Active, State
 from engine.runner import ModelRunner, Segment
 from engine.sampling import sample
-from engine.scheduler import MOST_FORWARD_SECONDS, Work, admission_order, plan_step
+from engine.scheduler import (
+    MOST_FORWARD_SECONDS,
+    Work,
+    admission_order,
+    fair_head,
+    plan_step,
+    take_turns,
+)
 from engine.text import StopMatcher, new_detokenizer
 from engine.working_copy import WorkingCopyPool
 from tiercache.cache import TierCache
@@ -220,12 +227,13 @@ class Turns:
         )
 
     def _in_order(self) -> list[Active]:
-        """The head of the queue in the order of admission."""
-        head = list(itertools.islice(self._waiting, _LOOK_AHEAD_REQUESTS))
+        """The head of the queue in the order of admission; tenants take turns."""
+        head = fair_head(self._waiting, _LOOK_AHEAD_REQUESTS)
         if len(head) < 2:
             return head
         resident = [self._cache.stored_tokens(one.namespace, one.tokens) for one in head]
-        return admission_order(head, resident, self._prefill_seconds_per_token)
+        order = admission_order(head, resident, self._prefill_seconds_per_token)
+        return take_turns(order, self._admitted)
 
     def _waits_for_pages(self, active: Active) -> bool:
         """Whether pages are being read for this queued request, within its patience."""
@@ -290,6 +298,7 @@ class Turns:
         lease.request_id = active.request.request_id
         active.lease, active.working_copy = lease, working_copy
         active.follow, active.waiting_since_seconds = None, now
+        active.loading.decided(lease.decision, now)
         active.state = State.FETCHING
         self._admitted.append(active)
         self.counters.most_running_requests = max(
@@ -318,10 +327,22 @@ class Turns:
         ):
             active.computed_tokens = lease.matched_pages * self._layout.page_tokens
             active.prefix_pending = lease.matched_pages > 0
+            active.loading.ready(self._clock.now_seconds())
             active.state = State.RUNNING
             if not active.prefix_pending:
                 active.waiting_since_seconds = None
         elif self._is_out_of_patience(active):
+            self._load_is_late(active, lease)
+
+    def _load_is_late(self, active: Active, lease: Lease) -> None:
+        """What was measured and takes longer all the same is weighed again, once, by what has been
+        measured since; otherwise the request goes on with what has arrived."""
+        decision = lease.decision
+        was_slow = decision is not None and decision.is_measured
+        if was_slow and not active.reconsidered:
+            active.reconsidered = True
+            self._put_back(active)
+        else:
             self._lost_prefix(active, is_late=True)
 
     def _lost_prefix(self, active: Active, *, is_late: bool = False) -> None:
@@ -336,7 +357,10 @@ class Turns:
 
     def _patience(self, active: Active) -> float:
         if active.state is State.FETCHING:
-            return self._settings.fetch_deadline_seconds
+            decision = active.lease.decision if active.lease else None
+            expected = decision.patience_seconds if decision else None
+            deadline = self._settings.fetch_deadline_seconds
+            return deadline if expected is None else min(expected, deadline)
         return self._settings.join_deadline_seconds
 
     def _is_out_of_patience(self, active: Active) -> bool:
@@ -488,10 +512,17 @@ class Turns:
         assert active.lease is not None
         active.booked = active.lease.books
         self._cache.book(active.lease)
+        self._report_load(active, now)
         slowest = max(active.booked.hit_tokens, default=None)
         label = Tier(slowest).label if slowest is not None else "none"
         histogram = self.counters.ttft_seconds.setdefault(label, Histogram())
         histogram.observe(now - active.submitted_seconds)
+
+    def _report_load(self, active: Active, now: float) -> None:
+        report = active.load_report = active.loading.report(self._layout.page_tokens, now)
+        if report is not None:
+            self.counters.loads.add(report)
+            log_report(active.request.request_id, report)
 
     # Leaving
 
@@ -565,4 +596,7 @@ class Turns:
             inter_token_seconds=counters.inter_token_seconds.copy(),
             queue_seconds=counters.queue_seconds.copy(),
             step_seconds=counters.step_seconds.copy(),
+            aborted_steps=counters.aborted_steps,
+            load_decisions=dict(counters.loads.decisions),
+            load_decision_seconds=counters.loads.copy().seconds,
         )

@@ -57,6 +57,7 @@ LAYERS = [
         "cache",
         "restore",
         "prefetch",
+        "warm",
         "disk_return",
         "forgetting",
         "forecast",

@@ -207,13 +207,14 @@ class TierCache:
         detail: Detail | None = None
         if match is not None and because is None and self._ends_at_bad_copy(match, path):
             because = MissReason.CHECKSUM_FAILED
-        if self.gate is not None:
+        decision = None
+        if self.gate is not None and (sources != int(Tier.DEVICE)).any():
             now = self.clock.now_seconds()
-            choice = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages())
-            if choice.pages < path.size:
-                path, sources = path[: choice.pages], sources[: choice.pages]
+            decision = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages())
+            if decision.pages < path.size:
+                path, sources = path[: decision.pages], sources[: decision.pages]
                 if because is None:
-                    because, detail = MissReason.COST_GATE, choice.estimates
+                    because, detail = MissReason.COST_GATE, decision.estimates
         self.catalog.pin(path)
         absent = path[sources != int(Tier.DEVICE)]
         cold = absent
@@ -227,7 +228,7 @@ class TierCache:
             return answer
         books = self._books_of(namespace, tokens, path, sources, stored_pages, because, detail)
         lease = self._open(namespace, tokens, path, books, caching=store)
-        lease.payer = payer
+        lease.payer, lease.decision = payer, decision
         self._touch(path, hits=1)
         for queue in self.writes.values():
             queue.used_again(path)

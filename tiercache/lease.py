@@ -18,6 +18,7 @@ from enum import Enum
 import numpy as np
 
 from tiercache.explain.spans import MissSpan
+from tiercache.gate import Decision
 from tiercache.types import MissReason, PageIds, Tier, Tokens
 
 
@@ -98,6 +99,8 @@ class Lease:
     """Index of the tenant for whom its pages count; see `tenants`."""
     request_id: str = ""
     """What its holder calls it; only explanations ask."""
+    decision: Decision | None = None
+    """What was decided on its stored prefix, where that was weighed."""
 
     def page_range(self, start: int, stop: int) -> PageIds:
         """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""
