@@ -54,10 +54,11 @@ def assistant(text: str) -> Message:
 class Draw:
     """What all kinds draw alike: how many requests, when, and the long text they share."""
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, kind: str, seed: int, requests: int | None = None) -> None:
         self.rng = random.Random(f"{kind} {seed}")
         self.write = Writer(self.rng)
-        self.count = self.rng.randint(14, 30)
+        drawn = self.rng.randint(14, 30)
+        self.count = requests or drawn
         self.shared = self.write.text(self.rng.randint(250, 900))
         self.locale = self.rng.choice(LOCALES)
         self._now = float(BEGIN_SECONDS + self.rng.randint(0, 10_000_000))
