@@ -54,7 +54,7 @@ LAYERS = [
         "prefetch",
         "disk_return",
         "forgetting",
-        "forecast",
+        "reckoning",
     },
     {"testing", "simulation", "replay"},
 ]
