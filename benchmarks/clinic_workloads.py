@@ -54,10 +54,11 @@ def assistant(text: str) -> Message:
 class Draw:
     """What all kinds draw alike: how many requests, when, and the long text they share."""
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, kind: str, seed: int, requests: int | None = None) -> None:
         self.rng = random.Random(f"{kind} {seed}")
         self.write = Writer(self.rng)
-        self.count = self.rng.randint(14, 30)
+        drawn = self.rng.randint(14, 30)
+        self.count = requests or drawn
         self.shared = self.write.text(self.rng.randint(250, 900))
         self.locale = self.rng.choice(LOCALES)
         self._now = float(BEGIN_SECONDS + self.rng.randint(0, 10_000_000))
@@ -364,6 +365,32 @@ def time_at_the_end(draw: Draw) -> Workload:
     return Workload(asks)
 
 
+def retrieved_passages(draw: Draw) -> Workload:
+    """Each question comes with the passages found for it: they recur, ever in other company."""
+    passages = [draw.write.text(draw.rng.randint(60, 140)) for _ in range(30)]
+    asks = []
+    for _ in range(draw.count):
+        found = "\n\n".join(draw.rng.sample(passages, k=draw.rng.randint(3, 5)))
+        messages = [system(draw.shared), user(f"{found}\n\n{draw.question()}")]
+        asks.append(Ask(messages, draw.now()))
+    return Workload(asks)
+
+
+def quoted_text(draw: Draw) -> Workload:
+    """People answer one another and quote a passage of what was said, among words of their own."""
+    said = [draw.write.text(150)]
+    asks = []
+    for _ in range(draw.count):
+        words = draw.rng.choice(said).split()
+        begin = draw.rng.randint(0, max(0, len(words) - 60))
+        quote = "> " + " ".join(words[begin : begin + 60])
+        own = draw.write.text(draw.rng.randint(100, 250))
+        said.append(own)
+        text = f"{draw.question()}\n{quote}\n{own}"
+        asks.append(Ask([system(draw.shared), user(text)], draw.now()))
+    return Workload(asks)
+
+
 BROKEN: dict[str, tuple[Callable[[Draw], Workload], frozenset[str]]] = {
     "time stamp": (time_stamp, frozenset({"time"})),
     "date": (date, frozenset({"date"})),
@@ -389,4 +416,6 @@ HEALTHY: dict[str, Callable[[Draw], Workload]] = {
     "unique documents": unique_documents,
     "own prompts": own_prompts,
     "time at the end": time_at_the_end,
+    "retrieved passages": retrieved_passages,
+    "quoted text": quoted_text,
 }

@@ -24,8 +24,8 @@ from tiercache.explain.records import Explanation
 from tiercache.explain.report import Report
 from tiercache.explain.spans import MissSpan, tokens_by_reason
 from tiercache.explain.words import sentence
-from tiercache.forecast import forecast
 from tiercache.lease import Books
+from tiercache.reckoning import forecast
 from tiercache.types import MissReason, Tier, Tokens
 
 router = APIRouter(prefix="/v1/cache")

@@ -60,7 +60,7 @@ LAYERS = [
         "warm",
         "disk_return",
         "forgetting",
-        "forecast",
+        "reckoning",
     },
     {"testing", "simulation", "replay"},
 ]

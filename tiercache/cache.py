@@ -21,7 +21,6 @@ import numpy as np
 
 from tiercache import disk_return, inspection
 from tiercache.admission import Admission
-from tiercache.books import account_prompt
 from tiercache.catalog import Catalog
 from tiercache.clock import Clock, SystemClock
 from tiercache.errors import ConfigError, LeaseError
@@ -29,7 +28,7 @@ from tiercache.eviction import VictimQueue
 from tiercache.explain.ghosts import GhostList
 from tiercache.explain.namespaces import NamespaceBook
 from tiercache.explain.reasons import Reasons
-from tiercache.explain.spans import Detail, MissSpan
+from tiercache.explain.spans import Detail
 from tiercache.forgetting import Forgetter
 from tiercache.gate import LoadGate
 from tiercache.hints import HintGates
@@ -40,6 +39,7 @@ from tiercache.moves import MoveBook, Settled
 from tiercache.names import ContentNames, chain_names, root_name
 from tiercache.pending import PendingPrefixes
 from tiercache.policies import PolicySettings, make_policy
+from tiercache.reckoning import nothing_cached, reckon
 from tiercache.records import PageNames
 from tiercache.retention import Retention
 from tiercache.room import RoomMaker
@@ -130,9 +130,7 @@ class TierCache:
         }
         self.namespaces = NamespaceBook()
         self.ghosts = GhostList(settings.ghost_pages, self.clock) if settings.explains else None
-        self.reasons = Reasons(
-            self.tree, self.content, self.ghosts, self.namespaces, self._request_of
-        )
+        self.reasons = Reasons(self.tree, self.content, self.ghosts, self.namespaces, self.leases)
         kept_pages = max(limits.kept_pages for limits in settings.tiers.values())
         self.wishes = Wishes(self.catalog, HintGates(kept_pages), self._rank_fell)
         self.retention = Retention(
@@ -198,8 +196,7 @@ class TierCache:
         """
         assert tokens.size >= 1
         if not self.settings.enabled:
-            whole = (MissSpan(0, int(tokens.size), MissReason.DISABLED),)
-            books = Books(tokens.size, {}, {MissReason.DISABLED: int(tokens.size)}, whole)
+            books = nothing_cached(int(tokens.size))
             return self._open(namespace, tokens, _NO_PAGES, books, caching=False)
         match = self.tree.match(namespace, self.generation, tokens)
         stored_pages = int(match.pages.size) if match is not None else 0
@@ -226,7 +223,9 @@ class TierCache:
         if answer is not Room.NOW:
             self._unpin(path)
             return answer
-        books = self._books_of(namespace, tokens, path, sources, stored_pages, because, detail)
+        follow = self.follow(namespace, tokens) if because is MissReason.BEING_COMPUTED else None
+        why = because or MissReason.LOAD_FAILED
+        books = reckon(self, namespace, tokens, path, sources, stored_pages, follow, why, detail)
         lease = self._open(namespace, tokens, path, books, caching=store)
         lease.payer, lease.decision = payer, decision
         self._touch(path, hits=1)
@@ -514,33 +513,6 @@ class TierCache:
         )
         self.leases[lease.serial] = lease
         return lease
-
-    def _books_of(
-        self,
-        namespace: bytes,
-        tokens: Tokens,
-        path: PageIds,
-        sources: np.ndarray,
-        stored_pages: int,
-        because: MissReason | None,
-        detail: Detail | None,
-    ) -> Books:
-        """Every token of the prompt a hit or a miss with its reason; `path` is pinned."""
-        passed_by = because is MissReason.BEING_COMPUTED
-        follow = self.follow(namespace, tokens) if passed_by else None
-
-        def new_pages(first: int, stop: int) -> list[MissSpan]:
-            return self.reasons.of_new_pages(
-                namespace, self.generation, tokens, path, first, stop, follow
-            )
-
-        why = because or MissReason.LOAD_FAILED
-        args = (int(tokens.size), self.page_tokens, sources, stored_pages, new_pages)
-        return account_prompt(*args, why, detail)
-
-    def _request_of(self, follow: Follow) -> str:
-        leader = self.leases.get(follow.leader)
-        return leader.request_id if leader is not None else ""
 
     def _must_be_open(self, lease: Lease) -> None:
         if lease.state is not LeaseState.OPEN:

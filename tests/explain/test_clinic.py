@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.clinic import diagnosed, repaired
 from benchmarks.clinic_workloads import BROKEN, HEALTHY, Draw
 from engine.models import LoadedModel
+from server.cli import app
+from server.clinic_file import read_requests
 from tests.server.scripted_engine import scripted_model
-from tests.server.test_cli import tiercache
+from tiercache.errors import ConfigError
+
+REQUESTS = 12
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +28,7 @@ def model() -> LoadedModel:
 @pytest.mark.parametrize("kind", BROKEN)
 def test_what_is_broken_is_named_and_the_saving_is_true(model: LoadedModel, kind: str) -> None:
     make, names = BROKEN[kind]
-    work = make(Draw(kind, 1))
+    work = make(Draw(kind, 1, REQUESTS))
     found = diagnosed(model, work)
     first = found.report.findings[0]
     assert first.kind in names
@@ -37,7 +42,7 @@ def test_what_is_broken_is_named_and_the_saving_is_true(model: LoadedModel, kind
 
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_nobody_healthy_is_accused(model: LoadedModel, kind: str) -> None:
-    assert not diagnosed(model, HEALTHY[kind](Draw(kind, 1))).report.findings
+    assert not diagnosed(model, HEALTHY[kind](Draw(kind, 1, REQUESTS))).report.findings
 
 
 def test_a_log_is_read_from_a_file(tmp_path: Path) -> None:
@@ -50,14 +55,19 @@ def test_a_log_is_read_from_a_file(tmp_path: Path) -> None:
     make, _ = BROKEN["uuid"]
     lines = [
         json.dumps({"timestamp": ask.at_seconds, "body": {"messages": ask.messages}})
-        for ask in make(Draw("uuid", 1)).broken
+        for ask in make(Draw("uuid", 1, REQUESTS)).broken
     ]
     log.write_text("\n".join(lines) + "\n")
-    done = tiercache("explain", "--file", str(log), "-c", str(settings))
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["explain", "--file", str(log), "-c", str(settings)])
+    assert done.exit_code == 0, done.output
     assert "uuid:" in done.stdout
     assert "tokens an hour" in done.stdout.replace("\n", " ")
-    log.write_text('{"prompt": 3}\n')
-    refused = tiercache("explain", "--file", str(log), "-c", str(settings))
-    assert refused.returncode != 0
-    assert "line 1" in refused.stderr
+
+
+def test_a_line_that_is_no_request_is_named(model: LoadedModel, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    log.write_text('{"prompt": "hello"}\n\n{"prompt": 3}\n')
+    requests = read_requests(log, model)
+    assert next(requests).tokens.size
+    with pytest.raises(ConfigError, match="line 3"):
+        next(requests)

@@ -68,6 +68,10 @@ _NUMBER = re.compile(r"(?<![\d])\d{1,12}(?!\d)")
 _WORD = re.compile(r"[^\W\d_]{2,}(?:[-.'@ ][^\W\d_]+)*")
 _PIECES = re.compile(r"\w+")
 
+_SAME_WORDS = (ChangeClass.WHITE_SPACE, ChangeClass.PERMUTATION)
+_SAME_WORDS_SHARE = 0.8
+"""Of what changed, for a prompt to count as the same words written otherwise."""
+
 _REMOVED_SHARE = 4
 _LEAST_REMOVED_TOKENS = 8
 _LEAST_WORDS = 5
@@ -81,16 +85,24 @@ def classify(near: NearMiss, decode: Decode) -> ChangeClass:
     if not near.is_in_order:
         return ChangeClass.PERMUTATION
     votes = [_class_of(change, decode) for change in near.changes]
-    kinds = Counter(votes)
-    for kind in (ChangeClass.WHITE_SPACE, ChangeClass.PERMUTATION):
-        if kinds[kind] * 2 > len(votes):
+    for kind in _SAME_WORDS:
+        if _weight(near, votes, kind) >= _SAME_WORDS_SHARE * _weight(near, votes):
             return kind
     if _moved_about(near, decode):
         return ChangeClass.PERMUTATION
-    if near.extends and near.gap_count >= 2 and _is_rewriting(kinds):
+    if near.extends and near.gap_count >= 2 and _is_rewriting(Counter(votes)):
         return ChangeClass.RE_RENDERED
-    named = [kind for kind in votes if kind is not ChangeClass.OTHER]
+    named = [kind for kind in votes if kind not in (ChangeClass.OTHER, *_SAME_WORDS)]
     return named[0] if named else ChangeClass.OTHER
+
+
+def _weight(near: NearMiss, votes: list[ChangeClass], kind: ChangeClass | None = None) -> int:
+    """Tokens that changed, in places of one kind or in all."""
+    return sum(
+        max(int(change.old.size), int(change.new.size))
+        for change, vote in zip(near.changes, votes, strict=True)
+        if kind in (None, vote)
+    )
 
 
 def _is_rewriting(kinds: Counter[ChangeClass]) -> bool:

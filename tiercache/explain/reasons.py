@@ -14,7 +14,7 @@ Costs about half a microsecond for each missing page, which takes milliseconds t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from itertools import islice
 
 import numpy as np
@@ -23,7 +23,7 @@ from tiercache.catalog import runs
 from tiercache.explain.ghosts import Cause, GhostList
 from tiercache.explain.namespaces import NamespaceBook
 from tiercache.explain.spans import Detail, MissSpan
-from tiercache.lease import Follow
+from tiercache.lease import Follow, Lease
 from tiercache.names import ContentNames, chain_names, root_name
 from tiercache.tree import Match, Node, Tree, common_tokens
 from tiercache.types import MissReason, PageIds, Tier, Tokens
@@ -37,11 +37,9 @@ _MOST_SIBLINGS = 64
 _MOST_GENERATIONS = 2
 """Older generations whose ghosts are asked for."""
 
-RequestOf = Callable[[Follow], str]
-
 
 class Reasons:
-    """Engine thread only. Changes nothing but remembered names."""
+    """Engine thread only. Changes nothing but remembered names. `leases` are those open now."""
 
     def __init__(
         self,
@@ -49,13 +47,13 @@ class Reasons:
         names: ContentNames,
         ghosts: GhostList | None,
         namespaces: NamespaceBook,
-        leader_of: RequestOf,
+        leases: Mapping[int, Lease],
     ) -> None:
         self._tree = tree
         self._names = names
         self._ghosts = ghosts
         self._namespaces = namespaces
-        self._leader_of = leader_of
+        self._leases = leases
         self._page_tokens = tree.page_tokens
 
     def of_new_pages(
@@ -75,7 +73,8 @@ class Reasons:
         spans: list[MissSpan] = []
         if follow is not None and follow.pages > first:
             upto = min(follow.pages, stop)
-            detail: Detail = {"by_request": self._leader_of(follow)}
+            leader = self._leases.get(follow.leader)
+            detail: Detail = {"by_request": leader.request_id if leader is not None else ""}
             spans.append(self._span(first, upto, MissReason.BEING_COMPUTED, detail))
             first = upto
         if first < stop and self._ghosts is not None:

@@ -24,6 +24,7 @@ _LEAST_OTHER_SHARE = 0.2
 """A finding that can name nothing needs more behind it."""
 
 _LEAST_REASON_SHARE = 0.15
+_MOST_BETWEEN_SHARE = 1 / 3
 _SAME_PLACE_TOKENS = 32
 _CONSTANT_SHARE = 0.7
 
@@ -138,14 +139,28 @@ def _groups(
         (_Classed(near, classify(near, decode)) for near in near_misses),
         key=lambda one: one.near.prefix_tokens,
     )
+    classed = [one for one in classed if _differs_little(*one)]
     by_kind: dict[ChangeClass, list[NearMiss]] = defaultdict(list)
     for place in _places(classed):
         votes: dict[ChangeClass, int] = defaultdict(int)
         for one in place:
             votes[one.kind] += 1
         commonest = max(votes, key=lambda kind: (votes[kind], kind is not ChangeClass.OTHER))
-        by_kind[_settled(commonest, place, len(near_misses))] += [one.near for one in place]
+        by_kind[_settled(commonest, place, len(classed))] += [one.near for one in place]
     return list(by_kind.items())
+
+
+def _differs_little(near: NearMiss, kind: ChangeClass) -> bool:
+    """Whether it is a short stretch that differs and a long one that is shared.
+
+    Passages that recur in ever other company, or quotes of what was said before, are no more than
+    that: nothing could be moved that would let a prefix grow over them.
+    """
+    if kind is ChangeClass.WHITE_SPACE or (kind is ChangeClass.PERMUTATION and near.is_in_order):
+        return True
+    most = near.again_tokens * _MOST_BETWEEN_SHARE
+    most_old = near.again_tokens if near.extends else most
+    return near.between_tokens <= most and near.between_old_tokens <= most_old
 
 
 def _places(classed: Sequence[_Classed]) -> list[list[_Classed]]:

@@ -60,8 +60,10 @@ class NearMiss:
     """A prompt that shares `shared_tokens` with an earlier one, `prefix_tokens` of them as prefix.
 
     `saved_tokens` would not have been computed had nothing stood between, and `saved_whole_tokens`
-    if what stands between had been the same too. `extends` says that the prompt contains the
-    earlier one up to near its end, as a conversation that goes on does.
+    if what stands between had been the same too. Of what follows the prefix, `again_tokens` are
+    shared; `between_tokens` of this prompt and `between_old_tokens` of the earlier one stand
+    between. `extends` says that the prompt contains the earlier one up to near its end, as a
+    conversation that goes on does.
     """
 
     at_seconds: float
@@ -69,6 +71,9 @@ class NearMiss:
     shared_tokens: int
     saved_tokens: int
     saved_whole_tokens: int
+    again_tokens: int
+    between_tokens: int
+    between_old_tokens: int
     is_in_order: bool
     extends: bool
     gap_count: int
@@ -164,6 +169,7 @@ def _near_miss(
     in_order = found.is_in_order
     gaps = found.gaps if in_order else ()
     last = found.blocks[-1]
+    old_end = max(block.old + block.tokens for block in found.blocks)
 
     def saved_up_to(token: int) -> int:
         reached = min(token, seen.prompt_tokens - 1)
@@ -176,6 +182,9 @@ def _near_miss(
         shared_tokens=found.shared_tokens,
         saved_tokens=saved_up_to(base + extra),
         saved_whole_tokens=saved_up_to(last.new + last.tokens),
+        again_tokens=extra,
+        between_tokens=last.new + last.tokens - base - extra,
+        between_old_tokens=max(0, old_end - found.shared_tokens),
         is_in_order=in_order,
         extends=in_order and new.size > old.size - (last.old - last.new) and _ends(last, old),
         gap_count=len(found.blocks) - 1,

@@ -1,4 +1,4 @@
-"""What a prompt would find and why it would miss the rest, without running it."""
+"""What a prompt finds and why it misses the rest: for a lease, or without running it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,43 @@ import numpy as np
 
 from tiercache.books import account_prompt
 from tiercache.explain.spans import Detail, MissSpan
-from tiercache.lease import Books
-from tiercache.types import MissReason, Tier, Tokens
+from tiercache.lease import Books, Follow
+from tiercache.types import MissReason, PageIds, Tier, Tokens
 
 if TYPE_CHECKING:
     from tiercache.cache import TierCache
+
+
+def reckon(
+    cache: TierCache,
+    namespace: bytes,
+    tokens: Tokens,
+    path: PageIds,
+    sources: np.ndarray,
+    stored_pages: int,
+    follow: Follow | None = None,
+    because: MissReason = MissReason.LOAD_FAILED,
+    detail: Detail | None = None,
+) -> Books:
+    """Every token of a prompt a hit or a miss with its reason.
+
+    The pages of `path` are used, from the tiers `sources` (int8). Of those that are stored beyond
+    them, `because` and `detail` say why they are not; `follow` is who computes what is not stored.
+    """
+
+    def new_pages(first: int, stop: int) -> list[MissSpan]:
+        return cache.reasons.of_new_pages(
+            namespace, cache.generation, tokens, path, first, stop, follow
+        )
+
+    args = (int(tokens.size), cache.page_tokens, sources, stored_pages, new_pages)
+    return account_prompt(*args, because, detail)
+
+
+def nothing_cached(prompt_tokens: int) -> Books:
+    """The books of a prompt where caching is off."""
+    whole = (MissSpan(0, prompt_tokens, MissReason.DISABLED),)
+    return Books(prompt_tokens, {}, {MissReason.DISABLED: prompt_tokens}, whole)
 
 
 def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
@@ -23,8 +55,7 @@ def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
     """
     prompt_tokens = int(tokens.size)
     if not cache.settings.enabled:
-        whole = (MissSpan(0, prompt_tokens, MissReason.DISABLED),)
-        return Books(prompt_tokens, {}, {MissReason.DISABLED: prompt_tokens}, whole)
+        return nothing_cached(prompt_tokens)
     match = cache.tree.match(namespace, cache.generation, tokens)
     stored = match.pages if match is not None else np.empty(0, np.intp)
     path = stored[: (prompt_tokens - 1) // cache.page_tokens]
@@ -41,14 +72,8 @@ def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
     if gated is not None:
         because, detail = MissReason.COST_GATE, gated
     follow = cache.follow(namespace, tokens)
-
-    def new_pages(first: int, stop: int) -> list[MissSpan]:
-        return cache.reasons.of_new_pages(
-            namespace, cache.generation, tokens, path, first, stop, follow
-        )
-
-    args = (prompt_tokens, cache.page_tokens, sources, int(stored.size), new_pages)
-    return account_prompt(*args, because, detail)
+    stored_pages = int(stored.size)
+    return reckon(cache, namespace, tokens, path, sources, stored_pages, follow, because, detail)
 
 
 def _worth_loading(
