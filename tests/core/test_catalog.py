@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from tiercache.catalog import Catalog
-from tiercache.columns import FreeIds
+from tiercache.columns import FreeIds, as_rows
 from tiercache.tree import Match, Tree
 from tiercache.types import NO_PAGE, SlotState, Tier
 
@@ -30,6 +32,31 @@ def test_free_ids_come_back_last_in_first_out_before_new_ones() -> None:
     free.limit = 12
     assert sorted(free.take(len(free)).tolist()) == [5, 6, 7, 8, 9, 10, 11]
     assert len(free) == 0
+
+
+@given(st.integers(1, 1500), st.integers(0, 40), st.integers(0, 3), st.randoms())
+def test_rows_are_the_same_whatever_they_are_found_by(
+    count: int, first: int, swaps: int, random: Random
+) -> None:
+    column = np.arange(2000) * 7
+    pages = np.arange(first, first + count, dtype=np.int32)
+    for _ in range(swaps):
+        one, other = random.randrange(count), random.randrange(count)
+        pages[[one, other]] = pages[[other, one]]
+    assert column[as_rows(pages)].tolist() == column[pages].tolist()
+    assert column[as_rows(pages[::2])].tolist() == column[pages[::2]].tolist()
+    assert column[as_rows(pages[::-1])].tolist() == column[pages[::-1]].tolist()
+
+
+def test_a_row_knows_nothing_of_the_page_that_had_it_before() -> None:
+    catalog = Catalog({Tier.DEVICE: 2})
+    for _ in range(2):
+        pages = catalog.new_pages(2)
+        catalog.attach(pages, NO_PAGE, 0)
+        for column in (catalog.hits, catalog.last_use_seconds, catalog.key, catalog.name):
+            assert not column.any()
+            column[pages] = 1
+        catalog.forget_all(pages[::-1])
 
 
 def test_a_page_on_three_tiers_takes_144_bytes_of_columns() -> None:
