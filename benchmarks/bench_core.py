@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.baseline_radix import BaselineRadix
 from benchmarks.common import machine, save
-from benchmarks.core_memory import bytes_per_node, bytes_per_page
+from benchmarks.core_memory import bytes_for_wishes, bytes_per_node, bytes_per_page
 from benchmarks.core_workload import (
     NAMESPACE,
     Population,
@@ -341,6 +341,7 @@ def measure(*, quick: bool) -> list[Row]:
         rows += eviction_rows(100_000, run_pages, copies=copies, passes=passes)
     rows += baseline_eviction_rows(10_000 if quick else 100_000)
     rows.append(Row("columns a page, on all tiers", 16, 0, bytes_per_page(), "bytes", 120))
+    rows.append(Row("of those, for queue and hints", 16, 0, bytes_for_wishes(), "bytes"))
     rows.append(Row("a node, its tokens aside", 16, 0, bytes_per_node(16), "bytes", 900))
     return rows
 

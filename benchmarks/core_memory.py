@@ -25,6 +25,13 @@ def bytes_per_page() -> float:
     return (catalog.nbytes + tree.nbytes) / pages
 
 
+def bytes_for_wishes() -> float:
+    """Those of them that only a queue, hints, priorities and policies with a memory write to."""
+    catalog = Catalog({Tier.DEVICE: 1})
+    columns = (catalog.name, catalog.rank, catalog.wanted, catalog.priority, catalog.prioritised_by)
+    return sum(column.nbytes for column in (*columns, catalog.will_return, catalog.gate))
+
+
 def bytes_per_node(page_tokens: int) -> float:
     """Python and array objects of a node and its entry in its parent; tokens and ids aside.
 

@@ -64,9 +64,9 @@ class Catalog:
         self.key = np.zeros((rows, KEY_BYTES), np.uint8)
         self.name = np.zeros(rows, np.uint64)
         self.rank = np.zeros(rows, np.float64)
-        self.wanted = np.zeros(rows, np.int64)
+        self.wanted = np.zeros(rows, np.int32)
         self.priority = np.full(rows, USUAL_PRIORITY, np.int16)
-        self.prioritised_by = np.zeros(rows, np.int64)
+        self.prioritised_by = np.zeros(rows, np.int32)
         self.will_return = np.zeros(rows, np.int8)
         self.gate = np.zeros(rows, np.int16)
         self.live = np.zeros(rows, np.bool_)
@@ -130,8 +130,8 @@ class Catalog:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns, unused rows included."""
-        columns = (self.pins, self.depth, self.hits, self.last_use_seconds, self.parent)
-        mine = sum(column.nbytes for column in (*columns, self.key, self.live))
+        columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
+        mine = sum(column.nbytes for column in columns)
         tiers = sum(columns.nbytes for columns in self.tiers.values())
         return mine + self._free_rows.nbytes + tiers
 
