@@ -5,7 +5,8 @@
 Each mutant is one place of one file: a comparison turned or shifted, `and` for `or`, `+` for `-`, a
 constant changed, a condition negated, a statement left out. What a sound program is the same
 without is left alone: asserts, `strict=` of a zip, annotations, docstrings. A mutant is killed by a
-failing test or by running out of time. Mutants that the log has already are not tried again.
+failing test or by running out of time. Mutants that the log has already are part of the sample and
+are not tried again.
 """
 
 from __future__ import annotations
@@ -163,16 +164,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each mutant")
     parser.add_argument("--log", type=Path, required=True, help="one JSON line for each mutant")
+    parser.add_argument("--again", action="store_true", help="try the log's survivors again")
     options = parser.parse_args()
     everything = [mutant for file in options.files for mutant in mutants_of(file)]
+    known = _verdicts(options.log)
     Random(options.seed).shuffle(everything)
+    everything.sort(key=lambda mutant: mutant.name not in known)
     chosen = everything[: options.sample]
     print(f"{len(chosen)} of {len(everything)} mutants")
-    known = _verdicts(options.log)
     killed = sum(known.get(mutant.name, False) for mutant in chosen)
     with Scratch() as scratch, options.log.open("a") as log:
         for number, mutant in enumerate(chosen, 1):
-            if mutant.name in known:
+            if mutant.name in known and (known[mutant.name] or not options.again):
                 continue
             verdict = scratch.try_with(mutant.file, mutant.source, options.timeout)
             killed += verdict.killed

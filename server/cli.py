@@ -126,6 +126,7 @@ def simulate_core(
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each seed.")] = 1000,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after the other.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Seeds that run side by side.")] = 1,
     log: Annotated[
         Path | None, typer.Option(help="Keep the counts so far in this file, seed by seed.")
     ] = None,
@@ -146,7 +147,7 @@ def simulate_core(
         if log is not None:
             log.write_text(text(report) + "\n")
 
-    report = simulate(seed, seeds, steps, keep)
+    report = simulate(seed, seeds, steps, keep, processes=processes)
     if report.failure is not None:
         raise _failed(report.failure.text())
     print(text(report))

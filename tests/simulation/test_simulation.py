@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from tiercache.lease import Lease
+from tiercache.simulation.focus import ENDS, FOCI, SCENES, focused_scenario
 from tiercache.simulation.journal import Journal
 from tiercache.simulation.oracle import OracleError
+from tiercache.simulation.requests import Stage
 from tiercache.simulation.run import run_seed, simulate
 from tiercache.simulation.scenario import FAULTS, OPERATIONS, draw_scenario
 from tiercache.simulation.world import World
@@ -32,6 +34,19 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert run_seed(7, 300, second) is None
     assert first.counts == second.counts
     assert first.trace() == second.trace()
+
+
+def test_seeds_that_run_side_by_side_make_the_same_report() -> None:
+    assert simulate(11, 3, 60, processes=2) == simulate(11, 3, 60)
+
+
+def test_every_kind_of_end_is_hunted_at_every_stage_that_is_rare() -> None:
+    """One round of seeds concentrates on each once at least."""
+    foci = [focused_scenario(seed)[1] for seed in range(len(FOCI))]
+    assert set(foci) == set(FOCI)
+    hunted = {(focus.hunt.how, focus.hunt.stage) for focus in foci if focus.hunt}
+    rare = set(SCENES) - {Stage.FETCHING}
+    assert hunted >= {(how, stage) for how in ENDS for stage in rare}
 
 
 def test_seeds_differ_in_what_they_leave_in() -> None:

@@ -89,16 +89,18 @@ def _queueing(scenario: Scenario, rng: Random) -> Scenario:
     """Prompts of which DEVICE has room for one, so that the others are read ahead for."""
     shaped = _cold(scenario, rng)
     device = scenario.capacity_pages[Tier.DEVICE]
+    prompt_tokens = (device - 2) * scenario.layout.page_tokens
     return replace(
         shaped,
-        capacity_pages=_sizes(device, 2 * device, 8 * device),
-        longest_prompt_tokens=(device - 2) * scenario.layout.page_tokens,
+        capacity_pages=_sizes(device, 3 * device, 8 * device),
+        shortest_prompt_tokens=prompt_tokens,
+        longest_prompt_tokens=prompt_tokens,
         prefetch_budget_fraction=1.0,
         most_requests=3,
         chunk_pages=device,
         hot_prefixes=3,
-        repeat_share=0.05,
-        operations=shaped.operations | {"proceed": 60, "rest": 5, "evict_tier": 30},
+        repeat_share=0.0,
+        faults={},
     )
 
 
@@ -149,7 +151,7 @@ def _overtaken(scenario: Scenario, rng: Random) -> Scenario:
 
 def _tight(scenario: Scenario, rng: Random) -> Scenario:
     """Answers outgrow a small DEVICE with little below it: the youngest have to make room."""
-    device = rng.randint(6, 9)
+    device = rng.randint(6, 8)
     host = rng.choice((0, 0, 2 * device))
     disk = rng.choice((0, 0, 4 * device))
     return replace(
@@ -157,26 +159,53 @@ def _tight(scenario: Scenario, rng: Random) -> Scenario:
         capacity_pages=_sizes(device, host, disk),
         longest_prompt_tokens=3 * scenario.layout.page_tokens,
         chunk_pages=1,
-        answer_pages=6,
+        answer_pages=8,
         most_requests=7,
         hot_prefixes=8,
         repeat_share=0.1,
-        fresh_share=0.4,
-        reserve_ahead=0.6,
+        fresh_share=0.7,
+        reserve_ahead=0.3,
         operations=scenario.operations
-        | {"proceed": 80, "arrive": 30, "abort": 1, "timeout": 1, "shutdown": 0.5, "resize": 2},
+        | {"proceed": 80, "arrive": 60, "abort": 1, "timeout": 1, "shutdown": 0.2, "resize": 0.5},
+    )
+
+
+def _answering(scenario: Scenario, rng: Random) -> Scenario:
+    """Short prompts, long answers."""
+    page_tokens = scenario.layout.page_tokens
+    return replace(
+        scenario,
+        longest_prompt_tokens=2 * page_tokens,
+        answer_pages=scenario.capacity_pages[Tier.DEVICE] // 2,
+        most_requests=3,
+        reserve_ahead=0.0,
     )
 
 
 def _ahead(scenario: Scenario, rng: Random) -> Scenario:
     """The next page of an answer is asked for before it is needed."""
-    return replace(scenario, reserve_ahead=0.9, answer_pages=4)
+    return replace(_answering(scenario, rng), reserve_ahead=0.9)
 
 
-def _resizing(scenario: Scenario, rng: Random) -> Scenario:
-    """Pools change their sizes all the time."""
+def _writing(scenario: Scenario, rng: Random) -> Scenario:
+    """Prompts are new and computed page by page, and written down meanwhile."""
     device = scenario.capacity_pages[Tier.DEVICE]
-    operations = scenario.operations | {"resize": 30.0}
+    page_tokens = scenario.layout.page_tokens
+    return replace(
+        scenario,
+        capacity_pages=_sizes(device, device, 4 * device),
+        shortest_prompt_tokens=device // 2 * page_tokens,
+        longest_prompt_tokens=device // 2 * page_tokens,
+        chunk_pages=1,
+        fresh_share=0.5,
+        most_requests=3,
+    )
+
+
+def _restless(scenario: Scenario, rng: Random) -> Scenario:
+    """Pools change their sizes all the time, and what is stored is forgotten often."""
+    device = scenario.capacity_pages[Tier.DEVICE]
+    operations = scenario.operations | {"resize": 30.0, "flush": 4.0, "flush_unrecorded": 4.0}
     return replace(
         scenario, capacity_pages=_sizes(device, device, 2 * device), operations=operations
     )
@@ -229,8 +258,10 @@ _SHAPES: Mapping[str, Callable[[Scenario, Random], Scenario]] = {
     "failing": _failing,
     "overtaken": _overtaken,
     "tight": _tight,
+    "answering": _answering,
     "ahead": _ahead,
-    "resizing": _resizing,
+    "writing": _writing,
+    "restless": _restless,
     "impatient": _impatient,
 }
 
@@ -238,22 +269,41 @@ _SHARES: Mapping[str, int] = {
     "any": 4,
     "crowded": 2,
     "failing": 5,
-    "overtaken": 5,
-    "tight": 14,
-    "impatient": 3,
-    "resizing": 4,
+    "overtaken": 4,
+    "tight": 15,
+    "impatient": 2,
+    "restless": 6,
 }
 """Seeds of each shape without a hunt, among those of one round."""
 
+_COLD_SCENE = ("evict_device", "evict_host", "arrive_cold")
+
+SCENES: Mapping[Stage, tuple[str, ...]] = {
+    Stage.QUEUED_PREFETCHING: (
+        "withdraw",
+        "rest",
+        *_COLD_SCENE,
+        "withdraw",
+        "arrive_cold",
+    ),
+    Stage.FOLLOWING: ("arrive", "proceed", "arrive_behind"),
+    Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("arrive", "proceed", "proceed", "proceed", "tick"),
+    Stage.FETCHING: _COLD_SCENE,
+    Stage.FETCHING_BEGUN: (*_COLD_SCENE, "pass_briefly"),
+    Stage.FETCHING_PARTLY_ARRIVED: (*_COLD_SCENE, "settle_one"),
+}
+"""Steps that bring somebody to a stage more often than chance does."""
+
 _HUNTS: Mapping[Stage, tuple[str, tuple[int, int, int, int, int]]] = {
-    Stage.QUEUED_PREFETCHING: ("queueing", (7, 7, 4, 4, 4)),
-    Stage.FOLLOWING: ("impatient", (3, 3, 3, 3, 3)),
+    Stage.QUEUED: ("any", (0, 1, 0, 0, 0)),
+    Stage.QUEUED_PREFETCHING: ("queueing", (3, 3, 3, 2, 2)),
+    Stage.FOLLOWING: ("impatient", (4, 4, 2, 1, 1)),
     Stage.FETCHING: ("cold", (1, 1, 0, 0, 0)),
-    Stage.FETCHING_BEGUN: ("begun", (3, 3, 3, 3, 3)),
-    Stage.FETCHING_PARTLY_ARRIVED: ("cold", (3, 3, 2, 2, 2)),
+    Stage.FETCHING_BEGUN: ("begun", (2, 2, 3, 3, 3)),
+    Stage.FETCHING_PARTLY_ARRIVED: ("cold", (4, 4, 4, 4, 4)),
     Stage.PREFILLING: ("any", (1, 1, 0, 0, 0)),
-    Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("any", (1, 1, 1, 1, 1)),
-    Stage.DECODING: ("any", (1, 1, 0, 1, 1)),
+    Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("writing", (4, 4, 2, 2, 2)),
+    Stage.DECODING: ("answering", (2, 2, 1, 1, 1)),
     Stage.DECODING_PAGE_RESERVED: ("ahead", (2, 2, 2, 3, 3)),
 }
 """Where an end at each stage is hunted, and in how many seeds of a round, by kind of `ENDS`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from tiercache.simulation.journal import Journal
 from tiercache.simulation.world import World
@@ -78,20 +80,42 @@ def simulate(
     seeds: int,
     steps: int,
     progress: Callable[[Report], None] = lambda so_far: None,
+    *,
+    processes: int = 1,
 ) -> Report:
     """`steps` steps of each of `seeds` seeds from `first_seed` on; stops at the first failure.
 
-    `progress` is shown the report so far after each seed.
+    `progress` is shown the report so far after each seed. With several `processes` seeds run side
+    by side; the report is the same, since it takes them in their order.
     """
     counts = Journal()
     report = Report(0, 0, counts.counts, None)
-    for seed in range(first_seed, first_seed + seeds):
-        journal = Journal()
-        failure = run_seed(seed, steps, journal)
-        counts.add(journal.counts)
+    for journal, failure in _each(range(first_seed, first_seed + seeds), steps, processes):
+        counts.add(journal)
         done = counts.counts["operations"].total()
         report = Report(done, report.seeds + 1, counts.counts, failure)
         progress(report)
         if failure is not None:
             break
     return report
+
+
+Outcome = tuple[dict[str, Counter[str]], Failure | None]
+
+
+def _each(seeds: range, steps: int, processes: int) -> Iterator[Outcome]:
+    one = partial(_counted, steps=steps)
+    if processes == 1:
+        yield from map(one, seeds)
+        return
+    pool = ProcessPoolExecutor(processes)
+    try:
+        yield from pool.map(one, seeds)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _counted(seed: int, *, steps: int) -> Outcome:
+    journal = Journal()
+    failure = run_seed(seed, steps, journal)
+    return journal.counts, failure

@@ -14,15 +14,21 @@ from tiercache.types import PageLayout, Tier
 
 OPERATIONS: Mapping[str, float] = {
     "arrive": 18,
+    "arrive_cold": 2,
+    "arrive_behind": 2,
     "crowd": 0.5,
     "proceed": 60,
     "pass_time": 8,
+    "pass_briefly": 2,
     "settle_one": 14,
     "tick": 12,
     "abort": 8,
     "timeout": 8,
+    "withdraw": 1,
     "lookup": 1.5,
     "evict_tier": 7,
+    "evict_device": 0.5,
+    "evict_host": 0.5,
     "evict_prefix": 2,
     "resize": 5,
     "flush": 0.35,
@@ -71,6 +77,7 @@ class Scenario:
     open_writes: int
     namespaces: int
     vocabulary: int
+    shortest_prompt_tokens: int
     longest_prompt_tokens: int
     most_requests: int
     chunk_pages: int
@@ -132,6 +139,7 @@ def draw_scenario(seed: int) -> Scenario:
         open_writes=rng.randint(1, 4),
         namespaces=rng.randint(1, 3),
         vocabulary=rng.choice((2, 2, 3)),
+        shortest_prompt_tokens=1,
         longest_prompt_tokens=longest_pages * page_tokens + rng.randint(0, page_tokens),
         most_requests=rng.randint(3, 7),
         chunk_pages=rng.randint(1, 3),

@@ -15,7 +15,7 @@ import numpy as np
 from tiercache.clock import ManualClock
 from tiercache.lease import Lease, Room
 from tiercache.restore import remember
-from tiercache.simulation.focus import focused_scenario
+from tiercache.simulation.focus import SCENES, focused_scenario
 from tiercache.simulation.journal import Journal
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.simulation.oracle import Oracle, OracleError
@@ -26,6 +26,12 @@ from tiercache.types import Tier, Tokens
 
 _HUNT_STRIKES = 0.8
 """Chance of the hunted end in a step before which somebody is at its stage."""
+
+_WARM_UP_STEPS = 150
+"""Steps before a hunt begins, in which prefixes are stored."""
+
+_SCENE_SHARE = 0.6
+"""Steps that set the scene for a hunt; the others are as they come."""
 
 _PATIENCE_STEPS = {"abort": 120, "timeout": 120, "shutdown": 150, "kill": 150, "power_loss": 150}
 
@@ -48,6 +54,7 @@ class World:
             for _ in range(self.scenario.hot_prefixes)
         ]
         self._seen_stages: set[Stage] = {Stage.QUEUED}
+        self._steps = self._scene_steps = 0
         self._put_off: dict[str, tuple[Stage, int]] = {}
         self._names = list(self.scenario.operations)
         self._weights = list(self.scenario.operations.values())
@@ -66,15 +73,22 @@ class World:
         which there were fewest of its kind, so that each comes at every stage."""
         stages = set(map(self.service.stage_of, self.service.requests))
         self._seen_stages |= stages
-        hunt = self.focus.hunt
+        self._steps += 1
+        hunt = self.focus.hunt if self._steps > _WARM_UP_STEPS else None
         if hunt is not None and hunt.stage in stages and self._rng.random() < _HUNT_STRIKES:
             return hunt.how
+        if hunt is not None and hunt.stage in SCENES and self._rng.random() < _SCENE_SHARE:
+            scene = SCENES[hunt.stage]
+            self._scene_steps += 1
+            return scene[self._scene_steps % len(scene)]
         for name, (stage, steps) in self._put_off.items():
             if not steps or stage in stages:
                 del self._put_off[name]
                 return name
             self._put_off[name] = (stage, steps - 1)
         while (name := self._rng.choices(self._names, self._weights)[0]) in _PATIENCE_STEPS:
+            if hunt is not None:
+                return name
             stage = self._rarest(name, self._seen_stages)
             self._put_off.setdefault(name, (stage, _PATIENCE_STEPS[name]))
         return name
@@ -93,6 +107,33 @@ class World:
         request = self._submit(self._rng.choice(self._namespaces), self._draw_prompt())
         if self._rng.random() < 0.7:
             self.service.proceed(request)
+
+    def _arrive_cold(self) -> None:
+        """Somebody asks for what is stored, but on slower tiers, and nobody else asks for."""
+        if len(self.service.requests) >= self.scenario.most_requests:
+            self._proceed()
+            return
+        namespace = self._rng.choice(self._namespaces)
+
+        asked = [one.tokens.tobytes() for one in self.service.requests]
+
+        def fitness(tokens: Tokens) -> tuple[bool, int]:
+            found = self.process.cache.lookup(namespace, tokens)
+            cold_tokens = found.matched_tokens - found.tokens_by_tier[Tier.DEVICE]
+            is_asked = any(other.startswith(tokens.tobytes()) for other in asked)
+            return not is_asked, cold_tokens
+
+        tokens = max(self._hot, key=fitness)
+        self.service.proceed(self._submit(namespace, tokens.copy()))
+
+    def _arrive_behind(self) -> None:
+        """Somebody asks for what another request is computing."""
+        leading = [one for one in self.service.requests if one.stage is Stage.PREFILLING]
+        if leading and len(self.service.requests) < self.scenario.most_requests + 1:
+            leader = self._rng.choice(leading)
+            self.service.proceed(self._submit(leader.namespace, leader.known_tokens.copy()))
+        else:
+            self._proceed()
 
     def _crowd(self) -> None:
         """As many as there is place for ask at once for the same that is stored already."""
@@ -115,6 +156,12 @@ class World:
 
     def _abort(self) -> None:
         self._end_somebody("abort")
+
+    def _withdraw(self) -> None:
+        """Whoever has waited in the queue for longest loses patience."""
+        queued = [one for one in self.service.requests if one.stage is Stage.QUEUED]
+        if queued:
+            self._end(queued[0], "abort")
 
     def _timeout(self) -> None:
         self._end_somebody("timeout")
@@ -150,6 +197,10 @@ class World:
         seconds = self._rng.choice(self.scenario.time_steps)
         self.process.transfers.pass_time(seconds)
 
+    def _pass_briefly(self) -> None:
+        """Too little for most jobs to end: they are begun."""
+        self.process.transfers.pass_time(0.0002)
+
     def _settle_one(self) -> None:
         """The next job ends and the cache hears of it before anything else does."""
         self.process.transfers.pass_time()
@@ -163,6 +214,13 @@ class World:
 
     def _evict_tier(self) -> None:
         self._evict(self._rng.choice((Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.HOST, Tier.DISK)))
+
+    def _evict_device(self) -> None:
+        self._evict(Tier.DEVICE)
+
+    def _evict_host(self) -> None:
+        if Tier.HOST in self.scenario.capacity_pages:
+            self._evict(Tier.HOST)
 
     def _evict_prefix(self) -> None:
         namespace, tokens = self._rng.choice(self._namespaces), self._draw_prompt()
@@ -282,7 +340,8 @@ class World:
     def _draw_prompt(self) -> Tokens:
         """A hot prefix, as it is or parting somewhere, what others ask or asked for, or new."""
         longest = self.scenario.longest_prompt_tokens
-        length = max(self._rng.randint(1, longest), self._rng.randint(1, longest))
+        shortest = self.scenario.shortest_prompt_tokens
+        length = max(self._rng.randint(shortest, longest), self._rng.randint(shortest, longest))
         if self._rng.random() < self.scenario.fresh_share:
             return self._random_tokens(length)
         dice = self._rng.random()
