@@ -12,6 +12,7 @@ way.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
 import time
@@ -75,6 +76,12 @@ class StoreFolder:
     def environments_with_data(self) -> list[Path]:
         """An empty data file is what a kill during the very first open leaves: no data."""
         return [self.path / name for name in _ENVIRONMENTS if self.data_bytes(name)]
+
+    def drop_the_unborn(self) -> None:
+        """Removes files whose making was cut short: their two first pages hold nothing yet."""
+        if all(self.data_bytes(name) <= 2 * mmap.PAGESIZE for name in _ENVIRONMENTS):
+            for name in _ENVIRONMENTS:
+                shutil.rmtree(self.path / name, ignore_errors=True)
 
     def data_bytes(self, name: str) -> int:
         """Length of the data file of environment `name`; 0 where there is none."""

@@ -45,8 +45,10 @@ def bring_up(
     """
     keep_freed_memory()
     notes = []
-    if not folder.was_clean and (damage := _damage(folder)):
-        notes.append(_put_aside(folder, damage))
+    if not folder.was_clean:
+        folder.drop_the_unborn()
+        if damage := _damage(folder):
+            notes.append(_put_aside(folder, damage))
     _refuse_if_shrunk(folder, room)
     try:
         maps, found = _open(folder, room, asked.page_tokens, asked.durability)
