@@ -103,7 +103,7 @@ def test_a_store_whose_making_was_cut_short_is_made_anew_without_a_word(
     path: Path, left: bytes
 ) -> None:
     (path / "pages").mkdir(parents=True)
-    (path / "LOCK").write_text("running 1")
+    (path / "LOCK").write_text("making 1")
     (path / "pages" / "data.mdb").write_bytes(left)
     with opened(path) as store:
         assert store.open_notes == ()

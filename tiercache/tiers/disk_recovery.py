@@ -60,6 +60,8 @@ def bring_up(
             _decide_codec(folder, maps)
         unsynced = asked.durability is Durability.FAST and not folder.was_clean
         _reconcile(maps, found, usable_codecs, unsynced)
+        maps.sync()
+        folder.is_made()
         folder.remember_files()
     except BaseException:
         maps.close()
