@@ -96,3 +96,15 @@ def test_a_store_of_another_format_is_refused_and_left_as_it_was(path: Path, ver
         meta = env.open_db(b"meta")
         with env.begin(db=meta) as txn:
             assert txn.get(b"store") == other
+
+
+@pytest.mark.parametrize("left", [b"", bytes(4096), bytes(8192)])
+def test_a_store_whose_making_was_cut_short_is_made_anew_without_a_word(
+    path: Path, left: bytes
+) -> None:
+    (path / "pages").mkdir(parents=True)
+    (path / "LOCK").write_text("making 1")
+    (path / "pages" / "data.mdb").write_bytes(left)
+    with opened(path) as store:
+        assert store.open_notes == ()
+        store_pages(store, chain(3))

@@ -1,6 +1,7 @@
 """The folder a disk store lives in: who holds it, how it was left, what lies in it.
 
     LOCK               flock'ed while a process has the store open. Its text is the state:
+                       `making PID` until both files are on the medium for the first time, then
                        `running PID`, or `clean PAGES INDEX` with the sizes of both data files
     pages/  index/     one LMDB environment each
 
@@ -23,6 +24,7 @@ LOCK, PAGES, INDEX = "LOCK", "pages", "index"
 _ENVIRONMENTS = (PAGES, INDEX)
 DATA, _READERS = "data.mdb", "lock.mdb"
 _STATE_BYTES = 64
+_MAKING, _RUNNING = "making", "running"
 _RATE_PROBE, _RATE_PROBE_MIB = "rate-probe", 24
 _NOT_OURS_BUT_HARMLESS = {"lost+found"}
 
@@ -55,7 +57,10 @@ class StoreFolder:
             _lock(path, lock_fd)
             path.chmod(0o700)
             folder = cls(path, lock_fd)
-            folder._mark(_state(f"running {os.getpid()}"))
+            is_new = not folder.environments_with_data() or folder._found.startswith(
+                _MAKING.encode()
+            )
+            folder._mark(_state(f"{_MAKING if is_new else _RUNNING} {os.getpid()}"))
         except OSError as error:
             os.close(lock_fd)
             raise unusable(path, error) from error
@@ -75,6 +80,16 @@ class StoreFolder:
     def environments_with_data(self) -> list[Path]:
         """An empty data file is what a kill during the very first open leaves: no data."""
         return [self.path / name for name in _ENVIRONMENTS if self.data_bytes(name)]
+
+    def drop_the_unborn(self) -> None:
+        """Removes files whose making was cut short: nobody was promised anything of them."""
+        if self._found.startswith(_MAKING.encode()):
+            for name in _ENVIRONMENTS:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def is_made(self) -> None:
+        """Both files are on the medium: from here on what they hold counts."""
+        self._mark(_state(f"{_RUNNING} {os.getpid()}"))
 
     def data_bytes(self, name: str) -> int:
         """Length of the data file of environment `name`; 0 where there is none."""
@@ -134,6 +149,7 @@ class StoreFolder:
                     shutil.rmtree(aside / name)
                 if (self.path / name).exists():
                     (self.path / name).rename(aside / name)
+            self._mark(_state(f"{_MAKING} {os.getpid()}"))
         except OSError as error:
             raise ConfigError(
                 f"tiers.disk.path: the store in {self.path} is damaged and cannot be moved to "
@@ -197,7 +213,7 @@ def _lock(path: Path, lock_fd: int) -> None:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         state = os.pread(lock_fd, _STATE_BYTES, 0).decode(errors="replace").split()
-        holder = state[1] if state[:1] == ["running"] and len(state) > 1 else "unknown"
+        holder = state[1] if state[:1] in ([_RUNNING], [_MAKING]) and len(state) > 1 else "unknown"
         raise ConfigError(
             f"tiers.disk.path: {path} is in use by another process (pid {holder}); "
             "stop that process or name another folder"

@@ -172,6 +172,11 @@ class DiskMaps:
         with translated("looking for an entry"), self._index.begin(db=self._entries) as txn:
             return txn.get(key) is not None
 
+    def with_entries(self, keys: Collection[bytes]) -> list[bytes]:
+        """Those of `keys` that have an entry."""
+        with translated("looking for entries"), self._index.begin(db=self._entries) as txn:
+            return [key for key in keys if txn.get(key) is not None]
+
     def has_payload(self, key: bytes) -> bool:
         with translated("looking for a payload"), self._pages.begin(buffers=True) as txn:
             return txn.get(key) is not None

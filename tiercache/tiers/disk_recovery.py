@@ -45,8 +45,10 @@ def bring_up(
     """
     keep_freed_memory()
     notes = []
-    if not folder.was_clean and (damage := _damage(folder)):
-        notes.append(_put_aside(folder, damage))
+    if not folder.was_clean:
+        folder.drop_the_unborn()
+        if damage := _damage(folder):
+            notes.append(_put_aside(folder, damage))
     _refuse_if_shrunk(folder, room)
     try:
         maps, found = _open(folder, room, asked.page_tokens, asked.durability)
@@ -58,6 +60,8 @@ def bring_up(
             _decide_codec(folder, maps)
         unsynced = asked.durability is Durability.FAST and not folder.was_clean
         _reconcile(maps, found, usable_codecs, unsynced)
+        maps.sync()
+        folder.is_made()
         folder.remember_files()
     except BaseException:
         maps.close()

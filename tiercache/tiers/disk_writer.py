@@ -156,7 +156,7 @@ class StoreWriter:
 
     def delete(self, keys: list[bytes]) -> None:
         """Gives pages up; see the module for when that reaches the medium."""
-        self.given_up.update(key for key in keys if self._maps.has_entry(key))
+        self.given_up.update(self._maps.with_entries(keys))
         if len(self.given_up) + len(self._orphans) > CHUNK_PAGES:
             self.clear_up()
 
