@@ -10,15 +10,14 @@ what is kept decides what is hit. Requests come one after another in the order o
 
 `choose` replays the same kind of workload, of other seeds, through the cache's decisions under
 every policy, with and without the client saying of the single prompts that they will not return,
-and saves which setting hit most. `serve` runs LRU and that setting over one seed, on a server each,
-and saves hit tokens and times to first token beside those of other seeds. A seed takes two to three
-minutes.
-"""
+and saves XX"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -71,6 +70,14 @@ class Shape:
     @property
     def device_pages(self) -> int:
         return self.returning_tokens // 4 // PAGE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A policy, and whether the client says which of its prompts will not return."""
+
+    policy: str
+    says_what_returns: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +158,9 @@ def choose(shape: Shape) -> dict[str, Any]:
     return {"seeds": list(CHOOSING_SEEDS), "settings": found}
 
 
-def serve(shape: Shape, seed: int, policy: str, *, says: bool) -> list[Measured]:
-    """The workload against a server of its own."""
-    config = {
+def config_of(shape: Shape, policy: str) -> dict[str, Any]:
+    """DEVICE alone, under `policy`."""
+    return {
         "model": {"source": "bundled", "max_context_tokens": 2048},
         "cache": {"policy": policy, "page_tokens": PAGE_TOKENS},
         "tiers": {
@@ -162,21 +169,25 @@ def serve(shape: Shape, seed: int, policy: str, *, says: bool) -> list[Measured]
             "disk": {"capacity": 0},
         },
     }
-    with (
-        tempfile.TemporaryDirectory() as name,
-        serving(config, Path(name)) as url,
-        httpx.Client(base_url=url, timeout=600) as client,
-    ):
-        ask(client, list(range(2000, 2100)), 1, salt="warm-up")
-        return [
-            ask(
-                client,
-                one.tokens,
-                1,
-                cache={"will_return": "no"} if says and not one.returns else None,
-            )
-            for one in workload(shape, seed)
-        ]
+
+
+def serve(asks: Sequence[Ask], shape: Shape, settings: Sequence[Setting]) -> list[list[Measured]]:
+    """The workload against a server for each setting, which are asked in turns."""
+    measured: list[list[Measured]] = [[] for _ in settings]
+    with contextlib.ExitStack() as stack:
+        clients: list[httpx.Client] = []
+        for setting in settings:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            url = stack.enter_context(serving(config_of(shape, setting.policy), folder))
+            clients.append(stack.enter_context(httpx.Client(base_url=url, timeout=600)))
+            ask(clients[-1], list(range(2000, 2100)), 1, salt="warm-up")
+        for number, one in enumerate(asks):
+            order = list(range(len(settings)))
+            for place in order if number % 2 else reversed(order):
+                says = settings[place].says_what_returns and not one.returns
+                cache = {"will_return": "no"} if says else None
+                measured[place].append(ask(clients[place], one.tokens, 1, cache=cache))
+    return measured
 
 
 def figures(asks: Sequence[Ask], measured: Sequence[Measured]) -> dict[str, Any]:
@@ -228,13 +239,17 @@ def main() -> None:
         chosen, runs = saved["chosen"], saved["runs"]
         asks = workload(shape, options.seed)
         best = chosen["settings"][0]
-        run: dict[str, Any] = {"seed": options.seed}
-        for label, policy, says in (
-            ("lru", "lru", False),
-            ("best", best["policy"], best["says_what_returns"]),
-        ):
-            run[label] = figures(asks, serve(shape, options.seed, policy, says=says))
-            console.print(label, run[label])
+        settings = (
+            Setting("lru", says_what_returns=False),
+            Setting(best["policy"], best["says_what_returns"]),
+        )
+        lru, other = serve(asks, shape, settings)
+        run = {
+            "seed": options.seed,
+            "load_average": round(os.getloadavg()[0], 2),
+            "lru": figures(asks, lru),
+            "best": figures(asks, other),
+        }
         runs = [one for one in runs if one["seed"] != options.seed] + [run]
         print_runs(runs)
     if not options.quick:
