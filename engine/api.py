@@ -55,6 +55,8 @@ class GenerationRequest:
     cache_salt: str = ""
     tenant: str = ""
     """Whose turn it is: tenants take turns in the queue."""
+    ignore_eos: bool = False
+    """Go on to the limit where the model would end."""
 
 
 LOAD_SECONDS_KINDS = ("expected", "actual")

@@ -454,7 +454,7 @@ class Turns:
         active.generated_tokens += 1
         self.counters.generated_tokens += 1
         active.lease.tokens.append(token)
-        if token in self._model.eos_token_ids:
+        if token in self._model.eos_token_ids and not active.request.ignore_eos:
             self._finish(active, FinishReason.STOP)
             return
         self._say(active, active.matcher.push(active.detokenizer.push(token)))
