@@ -2,9 +2,10 @@
 
     python -m benchmarks.load_generator --guidellm /path/to/its/venv/bin/guidellm [--requests 24]
 
-guidellm is installed apart (`pip install guidellm` in an environment of its own). It gets the bundled
-model's folder as its tokenizer and needs no network. Kept of its report are the figures of six metrics. This shows that its dialect of OpenAI's protocol is understood; how fast the server is,
-other benchmarks show.
+guidellm is installed apart (`pip install guidellm` in an environment of its own). It gets the
+bundled model's folder as its tokenizer and needs no network. Kept of its report are six metrics.
+This shows that its dialect of OpenAI's protocol is understood; how fast the server is, other
+benchmarks show.
 """
 
 from __future__ import annotations
