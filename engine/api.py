@@ -58,6 +58,8 @@ class GenerationRequest:
     tenant: str = ""
     """Whose turn it is: tenants take turns in the queue."""
     keep: Keep = field(default_factory=Keep)
+    ignore_eos: bool = False
+    """Go on to the limit where the model would end."""
 
 
 LOAD_SECONDS_KINDS = ("expected", "actual")

@@ -332,14 +332,13 @@ class Turns:
             if not active.prefix_pending:
                 active.waiting_since_seconds = None
         elif self._is_out_of_patience(active):
-            self._load_is_late(active, lease)
+            self._load_is_late(active)
 
-    def _load_is_late(self, active: Active, lease: Lease) -> None:
-        """What was measured and takes longer all the same is weighed again, once, by what has been
-        measured since; otherwise the request goes on with what has arrived."""
-        decision = lease.decision
-        was_slow = decision is not None and decision.is_measured
-        if was_slow and not active.reconsidered:
+    def _load_is_late(self, active: Active) -> None:
+        """What takes longer than expected is weighed again, once, by what has been measured since;
+        otherwise the request goes on with what has arrived."""
+        was_expected = self._patience(active) < self._settings.fetch_deadline_seconds
+        if was_expected and not active.reconsidered:
             active.reconsidered = True
             self._put_back(active)
         else:
@@ -496,7 +495,7 @@ class Turns:
         active.generated_tokens += 1
         self.counters.generated_tokens += 1
         active.lease.tokens.append(token)
-        if token in self._model.eos_token_ids:
+        if token in self._model.eos_token_ids and not active.request.ignore_eos:
             self._finish(active, FinishReason.STOP)
             return
         self._say(active, active.matcher.push(active.detokenizer.push(token)))
