@@ -37,6 +37,7 @@ KINDS = (
     "two tenants",
 )
 CONTEXT_TOKENS = 65_536
+REQUESTS = 12
 
 
 def send(asks: list[Ask], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -61,7 +62,7 @@ def send(asks: list[Ask], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]
 
 def measure(kind: str, seed: int, folder: Path) -> dict[str, Any]:
     make, names = BROKEN[kind]
-    work = make(Draw(kind, seed))
+    work = make(Draw(kind, seed, REQUESTS))
     assert work.fixed is not None
     broken, report = send(work.broken, folder)
     mended, after = send(work.fixed, folder)
