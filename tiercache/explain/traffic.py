@@ -131,7 +131,7 @@ class Traffic:
     def _keep(self, tokens: Tokens, samples: Samples) -> None:
         self._serial += 1
         prompt = _Prompt(self._serial, tokens, samples)
-        self._index.enter(self._serial, samples)
+        self._index.enter(self._serial, samples.hashes)
         self._prompts[self._serial] = prompt
         self._prompt_bytes += prompt.nbytes
         while self._prompt_bytes > self._prompt_bytes_limit:
