@@ -3,9 +3,9 @@
     python -m benchmarks.clinic_served [--seed 2] [--kinds 8]
 
 For each kind the broken workload is sent to a server of its own (a tiny random model, real tiers,
-real HTTP, in this process), `GET /v1/cache/divergence` is asked for its first finding, and the mended
-workload is sent to a fresh server. Saved are the prompt tokens that were computed the first time and
-not the second, as /v1/cache/stats counts them.
+real HTTP, in this process), the first finding of `GET /v1/cache/divergence` is taken, and the
+mended workload is sent to a fresh server. Saved are the prompt tokens that were computed the first
+time and not the second, as /v1/cache/stats counts them.
 """
 
 from __future__ import annotations

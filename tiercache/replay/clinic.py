@@ -59,7 +59,10 @@ def diagnose(
     show_text: bool = False,
     index_bytes: int = INDEX_BYTES,
 ) -> Diagnosis:
-    """Serves a log and looks at it, keeping `index_bytes` of it to compare with. About a millisecond for a prompt of 8,000 tokens."""
+    """Serves a log and looks at it, with `index_bytes` to compare prompts with each other.
+
+    Some milliseconds for a prompt of 8,000 tokens.
+    """
     clock = ManualClock()
     layout = PageLayout(1, 1, 1, settings.page_tokens)
     cache = TierCache(
