@@ -3,24 +3,33 @@
     python -m benchmarks.clinic_served [--seed 2] [--kinds 8]
 
 For each kind the broken workload is sent to a server of its own (a tiny random model, real tiers,
-real HTTP), `GET /v1/cache/divergence` is asked for its first finding, and the mended workload is
-sent to a fresh server. Saved are the prompt tokens that were computed the first time and not the
-second, as /v1/cache/stats counts them.
+real HTTP, in this process), the first finding of `GET /v1/cache/divergence` is taken, and the
+mended workload is sent to a fresh server. Saved are the prompt tokens that were computed the first
+time and not the second, as /v1/cache/stats counts them.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import socket
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 
 from benchmarks.clinic_workloads import BROKEN, Ask, Draw
-from benchmarks.common import RESULTS, machine, serving
+from benchmarks.common import RESULTS, machine
+from engine.build import build_engine
 from engine.testing import save_tiny_model
+from server.app import create_app
+from tiercache.config import parse_config
 
 KINDS = (
     "time stamp",
@@ -37,20 +46,40 @@ KINDS = (
     "two tenants",
 )
 CONTEXT_TOKENS = 65_536
+REQUESTS = 10
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[str]:
+    """A fresh server; its base URL."""
+    config = parse_config(
+        {
+            "model": {"source": str(folder / "tiny")},
+            "tiers": {
+                "device": {"capacity": "512MiB"},
+                "host": {"capacity": 0},
+                "disk": {"capacity": 0},
+            },
+            "engine": {"threads": 1, "working_copy_capacity": "128MiB"},
+        }
+    )
+    engine = build_engine(config, model_cache_dir=folder / "models")
+    engine.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(engine, config), log_level="critical"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        engine.stop(0.0)
 
 
 def send(asks: list[Ask], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Serves a workload on a fresh server; its stats and its report."""
-    config = {
-        "model": {"source": str(folder / "tiny")},
-        "tiers": {
-            "device": {"capacity": "1GiB"},
-            "host": {"capacity": 0},
-            "disk": {"capacity": 0},
-        },
-        "engine": {"threads": 1, "working_copy_capacity": "128MiB"},
-    }
-    with serving(config, folder) as url, httpx.Client(base_url=url, timeout=120) as http:
+    with running(folder) as url, httpx.Client(base_url=url, timeout=300) as http:
         for ask in asks:
             body = {"model": "tiny", "messages": ask.messages, "max_tokens": 1}
             answer = http.post("/v1/chat/completions", json=body | {"cache_salt": ask.salt})
@@ -61,7 +90,7 @@ def send(asks: list[Ask], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]
 
 def measure(kind: str, seed: int, folder: Path) -> dict[str, Any]:
     make, names = BROKEN[kind]
-    work = make(Draw(kind, seed))
+    work = make(Draw(kind, seed, REQUESTS))
     assert work.fixed is not None
     broken, report = send(work.broken, folder)
     mended, after = send(work.fixed, folder)

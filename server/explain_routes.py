@@ -8,6 +8,7 @@ configured an admin key sees all; without keys whoever is on this machine does.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Query, Request
 
+from engine.api import Usage
 from engine.explainer import Explainer
 from server.callers import caller_of
 from server.context import Served, served
@@ -31,6 +33,10 @@ from tiercache.types import MissReason, Tier, Tokens
 router = APIRouter(prefix="/v1/cache")
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+
+EXPLAIN_HEADER = "x-tiercache-explain"
+"""Sent with `true`, it asks for hits by tier and misses by reason in the same header of a whole
+answer; a stream's are found by its request id."""
 
 Salt = Annotated[str, Query(max_length=256)]
 Count = Annotated[int, Query(ge=1, le=1000)]
@@ -98,11 +104,19 @@ def report_body(report: Report) -> dict[str, Any]:
     }
 
 
-def summary_header(hits: Mapping[Tier, int], misses: Mapping[MissReason, int]) -> str:
-    """The short form that an answer carries when its request asked for it."""
-    parts = [f"{tier.label}={tokens}" for tier, tokens in hits.items()]
-    parts += [f"{why.value}={tokens}" for why, tokens in misses.items()]
-    return "; ".join(parts)
+def summary_header(request: Request, usage: Usage) -> str | None:
+    """The short form that an answer carries when its request asked for it: hits and misses."""
+    if request.headers.get(EXPLAIN_HEADER, "").lower() not in ("1", "true", "yes"):
+        return None
+    misses: Counter[MissReason] = Counter(
+        {why: n for why, n in usage.miss_tokens.items() if why is not MissReason.OTHER_NAMESPACE}
+    )
+    others = usage.miss_tokens.get(MissReason.OTHER_NAMESPACE, 0)
+    if others:
+        shown = MissReason.OTHER_NAMESPACE if _sees_all(request) else MissReason.NEVER_SEEN
+        misses[shown] += others
+    parts = [f"{tier.label}={tokens}" for tier, tokens in usage.hit_tokens.items()]
+    return "; ".join([*parts, *(f"{why.value}={tokens}" for why, tokens in misses.items())])
 
 
 def _explainer(request: Request) -> Explainer:

@@ -15,7 +15,7 @@ from engine.sampling import SamplingParams
 from server.callers import caller_of
 from server.context import Served, served
 from server.errors import ApiError
-from server.explain_routes import summary_header
+from server.explain_routes import EXPLAIN_HEADER, summary_header
 from server.openai_answers import DONE, Answer, running_usage, sse
 from server.openai_schema import ChatRequest, CompletionRequest, Generation, StreamOptions
 from server.pin_routes import require_room_for_pin, wishes_of
@@ -27,11 +27,6 @@ router = APIRouter()
 
 CLIENT_GONE = 499
 """Status of an answer that nobody reads; it only shows in access logs."""
-
-
-EXPLAIN_HEADER = "x-tiercache-explain"
-"""Sent with `true`, it asks for hits by tier and misses by reason in the same header of a whole
-answer; a stream's are found by its request id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +109,7 @@ async def _complete(request: Request, here: Served, ready: Prepared, *, chat: bo
         chunks = _stream(generating, answer, ready.body.stream_options, ready.prompt.size)
         headers = {"cache-control": "no-cache"}
         return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
-    asks = request.headers.get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
-    return await _whole(generating, answer, explains=asks)
+    return await _whole(request, generating, answer)
 
 
 def _generation_request(
@@ -140,14 +134,14 @@ def _generation_request(
     )
 
 
-async def _whole(generating: Generating, answer: Answer, *, explains: bool) -> Response:
+async def _whole(request: Request, generating: Generating, answer: Answer) -> Response:
     texts: list[str] = []
     try:
         async for event in generating.events():
             if isinstance(event, Finished):
                 body = answer.whole("".join(texts), event.reason, event.usage)
-                found = summary_header(event.usage.hit_tokens, event.usage.miss_tokens)
-                return JSONResponse(body, headers={EXPLAIN_HEADER: found} if explains else None)
+                found = summary_header(request, event.usage)
+                return JSONResponse(body, headers={EXPLAIN_HEADER: found} if found else None)
             texts.append(event.text)
     finally:
         generating.close()

@@ -74,6 +74,10 @@ def test_a_caller_sees_its_own_namespace_and_an_admin_sees_all(serve: Serve) -> 
     assert get("/v1/cache/explain", user).json()["requests"] == []
     assert len(get("/v1/cache/explain?cache_salt=mine", user).json()["requests"]) == 1
     assert len(get("/v1/cache/explain", admin).json()["requests"]) == 2
+    for key, shown in (("user", "never_seen=64"), ("admin", "other_namespace=64")):
+        asks = {"x-tiercache-explain": "true", **bearer(key)}
+        answer = service.ask(tokens(1, 64), f"new for {key}", **asks)
+        assert answer.headers["x-tiercache-explain"] == shown
 
 
 def test_the_divergence_report_names_the_time_of_day(serve: Serve) -> None:

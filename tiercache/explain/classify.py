@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
+from typing import NamedTuple
 
 from tiercache.explain.traffic import Change, NearMiss
 from tiercache.types import Tokens
@@ -79,21 +80,32 @@ _LEAST_MOVED_TOKENS = 6
 """On average at each place; numbers that all count up look like numbers that moved."""
 
 
-def classify(near: NearMiss, decode: Decode) -> ChangeClass:
+class Reading(NamedTuple):
+    """What a near miss was read as. `is_same_words`: what stands between is in both prompts, only
+    written otherwise or elsewhere."""
+
+    kind: ChangeClass
+    is_same_words: bool = False
+
+
+def classify(near: NearMiss, decode: Decode) -> Reading:
     """The class of one near miss. `TRUNCATED_HISTORY` stands for any removal until a group of
     them shows whether it is always the beginning that goes; see `report`."""
     if not near.is_in_order:
-        return ChangeClass.PERMUTATION
+        whole = near.changes[0]
+        return Reading(
+            ChangeClass.PERMUTATION, _are_reordered(decode(whole.old), decode(whole.new))
+        )
     votes = [_class_of(change, decode) for change in near.changes]
     for kind in _SAME_WORDS:
         if _weight(near, votes, kind) >= _SAME_WORDS_SHARE * _weight(near, votes):
-            return kind
+            return Reading(kind, is_same_words=True)
     if _moved_about(near, decode):
-        return ChangeClass.PERMUTATION
+        return Reading(ChangeClass.PERMUTATION, is_same_words=True)
     if near.extends and near.gap_count >= 2 and _is_rewriting(Counter(votes)):
-        return ChangeClass.RE_RENDERED
+        return Reading(ChangeClass.RE_RENDERED)
     named = [kind for kind in votes if kind not in (ChangeClass.OTHER, *_SAME_WORDS)]
-    return named[0] if named else ChangeClass.OTHER
+    return Reading(named[0] if named else ChangeClass.OTHER)
 
 
 def _weight(near: NearMiss, votes: list[ChangeClass], kind: ChangeClass | None = None) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from tiercache.explain.classify import ChangeClass, Decode, classify
+from tiercache.explain.classify import ChangeClass, Decode, Reading, classify
 from tiercache.explain.traffic import NearMiss, Seen
 from tiercache.types import MissReason
 
@@ -135,11 +135,11 @@ def _groups(
 
     A place where several kinds were read (a hash may look like a number) is of the commonest.
     """
+    readings = [(near, classify(near, decode)) for near in near_misses]
     classed = sorted(
-        (_Classed(near, classify(near, decode)) for near in near_misses),
+        (_Classed(near, reading.kind) for near, reading in readings if _is_near(near, reading)),
         key=lambda one: one.near.prefix_tokens,
     )
-    classed = [one for one in classed if _differs_little(*one)]
     by_kind: dict[ChangeClass, list[NearMiss]] = defaultdict(list)
     for place in _places(classed):
         votes: dict[ChangeClass, int] = defaultdict(int)
@@ -150,13 +150,13 @@ def _groups(
     return list(by_kind.items())
 
 
-def _differs_little(near: NearMiss, kind: ChangeClass) -> bool:
+def _is_near(near: NearMiss, reading: Reading) -> bool:
     """Whether it is a short stretch that differs and a long one that is shared.
 
     Passages that recur in ever other company, or quotes of what was said before, are no more than
     that: nothing could be moved that would let a prefix grow over them.
     """
-    if kind is ChangeClass.WHITE_SPACE or (kind is ChangeClass.PERMUTATION and near.is_in_order):
+    if reading.is_same_words:
         return True
     most = near.again_tokens * _MOST_BETWEEN_SHARE
     most_old = near.again_tokens if near.extends else most

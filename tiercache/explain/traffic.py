@@ -23,7 +23,7 @@ LEAST_SHARED_TOKENS = 64
 
 _CONTEXT_TOKENS = 24
 _MOST_CHANGES = 16
-_MOST_CHANGE_TOKENS = 2048
+_MOST_CHANGE_TOKENS = 4096
 """Kept of a near miss: some context, the first changes, and the beginning of long ones."""
 
 
@@ -62,8 +62,9 @@ class NearMiss:
     `saved_tokens` would not have been computed had nothing stood between, and `saved_whole_tokens`
     if what stands between had been the same too. Of what follows the prefix, `again_tokens` are
     shared; `between_tokens` of this prompt and `between_old_tokens` of the earlier one stand
-    between. `extends` says that the prompt contains the earlier one up to near its end, as a
-    conversation that goes on does.
+    between. `changes` are read from the first on; one change is all behind the prefix where the
+    parts stand in another order. `extends` says that the prompt contains the earlier one up to
+    near its end, as a conversation that goes on does.
     """
 
     at_seconds: float
@@ -130,7 +131,7 @@ class Traffic:
     def _keep(self, tokens: Tokens, samples: Samples) -> None:
         self._serial += 1
         prompt = _Prompt(self._serial, tokens, samples)
-        self._index.enter(self._serial, samples)
+        self._index.enter(self._serial, samples.hashes)
         self._prompts[self._serial] = prompt
         self._prompt_bytes += prompt.nbytes
         while self._prompt_bytes > self._prompt_bytes_limit:
@@ -167,9 +168,11 @@ def _near_miss(
     new: Tokens, old: Tokens, found: Comparison, seen: Seen, base: int, extra: int
 ) -> NearMiss:
     in_order = found.is_in_order
-    gaps = found.gaps if in_order else ()
     last = found.blocks[-1]
     old_end = max(block.old + block.tokens for block in found.blocks)
+    prefix = found.prefix_tokens
+    everything = Gap(prefix, last.new + last.tokens, prefix, old_end)
+    gaps = found.gaps if in_order else (everything,)
 
     def saved_up_to(token: int) -> int:
         reached = min(token, seen.prompt_tokens - 1)

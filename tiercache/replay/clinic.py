@@ -57,8 +57,12 @@ def diagnose(
     decode: Decode,
     *,
     show_text: bool = False,
+    index_bytes: int = INDEX_BYTES,
 ) -> Diagnosis:
-    """Serves a log and looks at it. About a millisecond for a prompt of 8,000 tokens."""
+    """Serves a log and looks at it, with `index_bytes` to compare prompts with each other.
+
+    Some milliseconds for a prompt of 8,000 tokens.
+    """
     clock = ManualClock()
     layout = PageLayout(1, 1, 1, settings.page_tokens)
     cache = TierCache(
@@ -66,7 +70,7 @@ def diagnose(
         InstantTransfers(),
         clock=clock,
     )
-    traffic = Traffic(INDEX_BYTES, _KEEP_REQUESTS)
+    traffic = Traffic(index_bytes, _KEEP_REQUESTS)
     too_long = 0
     for request in requests:
         clock.advance(max(0.0, request.at_seconds - clock.now_seconds()))
