@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.explain.conftest import PAGE, Serve, Service, tokens
-from tiercache.transfer import Completion, Move, PageOutcome
+from tiercache.transfer import Move
 from tiercache.types import MissReason, Tier
 
 
@@ -108,24 +108,20 @@ def test_who_does_not_wait_for_another_learns_which_request_was_computing(serve:
     service.assert_sums_are_equal()
 
 
-def fail_loads(service: Service, outcome: PageOutcome) -> None:
+def fail_loads(service: Service) -> None:
     carrier = service.engine._cache._transfers._carrier  # type: ignore[attr-defined]
-    carry = carrier.carry
 
-    def failing(job: Any) -> Completion:
-        if isinstance(job, Move) and job.target is Tier.DEVICE:
-            return Completion(job, (outcome,) * job.pages.size, 0.0, "scripted")
-        done: Completion = carry(job)
-        return done
+    def failing(move: Move, group: int) -> None:
+        raise OSError("the cable is out")
 
-    carrier.carry = failing
+    carrier._copy_group = failing
 
 
 def test_what_could_not_be_loaded_is_a_failed_load(serve: Serve) -> None:
     service = serve(host=4096)
     service.ask(tokens(1, 97))
     service.evict(Tier.DEVICE)
-    fail_loads(service, PageOutcome.FAILED)
+    fail_loads(service)
     assert service.reasons(tokens(1, 97)) == {"load_failed": 96, "partial_page": 1}
     service.assert_sums_are_equal()
 
