@@ -265,23 +265,19 @@ def lowest(
         values = key(ids)
         if values.min() == values.max():
             continue
-        edge = _nth_lowest(values, count)
+        few = np.flatnonzero(values <= _likely_bound(values, count))
+        if few.size >= count:  # the others are not among the lowest
+            ids, values = ids[few], values[few]
+        edge = np.partition(values, count - 1)[count - 1]
         chosen.append(ids[values < edge])
         count -= chosen[-1].size
         ids = ids[values == edge]
     return np.concatenate((*chosen, ids[:count]))
 
 
-def _nth_lowest(values: np.ndarray, n: int) -> float:
-    """The highest of the `n` lowest values, of which there are more.
-
-    One pass finds those below what a sample says the answer is likely to be below, and it is looked
-    for among those; among all only if the sample misled.
-    """
+def _likely_bound(values: np.ndarray, count: int) -> float:
+    """What the `count` lowest values are likely not to be above, going by a sample."""
     step = max(1, values.size // _SAMPLE)
     sample = np.sort(values[::step])
-    few = values[values <= sample[min(sample.size - 1, 2 * (n // step) + 16)]]
-    if few.size < n:
-        few = values
-    nth: float = np.partition(few, n - 1)[n - 1]
-    return nth
+    bound: float = sample[min(sample.size - 1, 2 * (count // step) + 16)]
+    return bound
