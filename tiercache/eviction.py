@@ -115,26 +115,27 @@ class VictimQueue:
 
     def _pop(self, count: int) -> list[int]:
         cells = _Cells(self._catalog, self._tier, self._spare_first)
+        is_evictable, entry_of, parent = cells.is_evictable, cells.entry, cells.parent
         entries, cutoff = self._entries, self._cutoff
         victims: dict[int, None] = {}
         leaving: dict[int, int] = {}  # page → its children that are among the victims
         while entries and len(victims) < count:
             entry = entries.pop()
             page = entry[4]
-            if page in victims or not cells.is_evictable(page, leaving.get(page, 0)):
+            if page in victims or not is_evictable(page, leaving.get(page, 0)):
                 continue
-            current = cells.entry(page)
+            current = entry_of(page)
             if current < entry:  # it was used meanwhile
                 if cutoff is not None and current >= cutoff:
                     insort(entries, current)
                 continue
             victims[page] = None
             # Up the chain, as long as it is the turn of the next page there.
-            while (page := cells.parent[page]) != NO_PAGE:
+            while (page := parent[page]) != NO_PAGE:
                 leaving[page] = leaving.get(page, 0) + 1
-                if not cells.is_evictable(page, leaving[page]):
+                if not is_evictable(page, leaving[page]):
                     break
-                current = cells.entry(page)
+                current = entry_of(page)
                 if cutoff is None or current < cutoff:
                     break
                 if len(victims) == count:
@@ -246,7 +247,9 @@ class _Cells:
         )
 
     def entry(self, page: int) -> Entry:
-        spare = bool(self._spare) and all(state[page] == _READY for state in self._spare)
+        spare = False
+        if self._spare:
+            spare = all(state[page] == _READY for state in self._spare)
         return (spare, -self._rank[page], -self._score[page], self._depth[page], page)
 
 
