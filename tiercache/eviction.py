@@ -115,26 +115,27 @@ class VictimQueue:
 
     def _pop(self, count: int) -> list[int]:
         cells = _Cells(self._catalog, self._tier, self._spare_first)
+        is_evictable, entry_of, parent = cells.is_evictable, cells.entry, cells.parent
         entries, cutoff = self._entries, self._cutoff
         victims: dict[int, None] = {}
         leaving: dict[int, int] = {}  # page → its children that are among the victims
         while entries and len(victims) < count:
             entry = entries.pop()
             page = entry[4]
-            if page in victims or not cells.is_evictable(page, leaving.get(page, 0)):
+            if page in victims or not is_evictable(page, leaving.get(page, 0)):
                 continue
-            current = cells.entry(page)
+            current = entry_of(page)
             if current < entry:  # it was used meanwhile
                 if cutoff is not None and current >= cutoff:
                     insort(entries, current)
                 continue
             victims[page] = None
             # Up the chain, as long as it is the turn of the next page there.
-            while (page := cells.parent[page]) != NO_PAGE:
+            while (page := parent[page]) != NO_PAGE:
                 leaving[page] = leaving.get(page, 0) + 1
-                if not cells.is_evictable(page, leaving[page]):
+                if not is_evictable(page, leaving[page]):
                     break
-                current = cells.entry(page)
+                current = entry_of(page)
                 if cutoff is None or current < cutoff:
                     break
                 if len(victims) == count:
@@ -246,7 +247,9 @@ class _Cells:
         )
 
     def entry(self, page: int) -> Entry:
-        spare = bool(self._spare) and all(state[page] == _READY for state in self._spare)
+        spare = False
+        if self._spare:
+            spare = all(state[page] == _READY for state in self._spare)
         return (spare, -self._rank[page], -self._score[page], self._depth[page], page)
 
 
@@ -265,23 +268,19 @@ def lowest(
         values = key(ids)
         if values.min() == values.max():
             continue
-        edge = _nth_lowest(values, count)
+        few = np.flatnonzero(values <= _likely_bound(values, count))
+        if few.size >= count:  # the others are not among the lowest
+            ids, values = ids[few], values[few]
+        edge = np.partition(values, count - 1)[count - 1]
         chosen.append(ids[values < edge])
         count -= chosen[-1].size
         ids = ids[values == edge]
     return np.concatenate((*chosen, ids[:count]))
 
 
-def _nth_lowest(values: np.ndarray, n: int) -> float:
-    """The highest of the `n` lowest values, of which there are more.
-
-    One pass finds those below what a sample says the answer is likely to be below, and it is looked
-    for among those; among all only if the sample misled.
-    """
+def _likely_bound(values: np.ndarray, count: int) -> float:
+    """What the `count` lowest values are likely not to be above, going by a sample."""
     step = max(1, values.size // _SAMPLE)
     sample = np.sort(values[::step])
-    few = values[values <= sample[min(sample.size - 1, 2 * (n // step) + 16)]]
-    if few.size < n:
-        few = values
-    nth: float = np.partition(few, n - 1)[n - 1]
-    return nth
+    bound: float = sample[min(sample.size - 1, 2 * (count // step) + 16)]
+    return bound

@@ -398,9 +398,11 @@ class Tree:
             if node.children or node.last_page != page:
                 continue
             removed.append(page)
+            buffer = node.shared_buffer
             if node.page_count == 1:
                 self._detach(node)
-            buffer = node.shared_buffer
+                if buffer is None:
+                    continue
             node.truncate(node.page_count - 1, self.page_tokens)
             if buffer is not None:
                 self._settle_buffer(node, buffer)
