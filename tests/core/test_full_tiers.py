@@ -156,8 +156,8 @@ def test_a_page_is_offered_once_for_each_time_that_room_is_asked_for(
 ) -> None:
     """Its write-down may have to wait; then the next coldest are asked, not the same again."""
     rig = CacheRig({Tier.DEVICE: 18, Tier.HOST: 64}, write_policy="write_back", move_pages=1)
-    for seed in range(4):
-        rig.store_prompt(prompt(seed))
+    for seed in range(16):
+        rig.store_prompt(prompt(seed, 5))
     asked: list[int] = []
     original = rig.cache.room._demote
 
@@ -167,13 +167,15 @@ def test_a_page_is_offered_once_for_each_time_that_room_is_asked_for(
 
     monkeypatch.setattr(rig.cache.room, "_demote", noted)
     room: RoomMaker = rig.cache.room
-    for wanted in (6, 12, 18):
+    for wanted in (6, 14):
         asked.clear()
         room.make(Tier.DEVICE, wanted)
-        assert len(asked) == len(set(asked))
+        assert len(asked) == len(set(asked)) == wanted - 2, "two were free"
         rig.assert_sound()
+    assert len(rig.cache.writes[Tier.HOST]) > 0, "some wait for their turn"
     rig.settle()
-    assert rig.cache.catalog.tiers[Tier.DEVICE].free_count == 6, "the last page of each prompt left"
+    assert rig.cache.catalog.tiers[Tier.DEVICE].free_count >= 14
+    assert rig.cache.catalog.slot_counts(Tier.HOST)[SlotState.READY] >= 12
     assert not rig.cache.counters.dropped_writes
     rig.assert_sound()
 
