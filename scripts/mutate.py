@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,16 +47,24 @@ Change = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change. `source` is the whole file with it."""
+    """One change, made by `make` to the node with number `index` of the file's syntax tree."""
 
     file: str
     line: int
     change: str
-    source: str
+    index: int
+    make: Change
 
     @property
     def name(self) -> str:
         return f"{self.file}:{self.line} {self.change}"
+
+    @property
+    def source(self) -> str:
+        """The whole file with the change."""
+        tree = ast.parse((ROOT / self.file).read_text())
+        self.make(next(node for at, node in enumerate(ast.walk(tree)) if at == self.index))
+        return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def mutants_of(file: str) -> list[Mutant]:
@@ -67,11 +74,7 @@ def mutants_of(file: str) -> list[Mutant]:
     found = []
     for index, node in enumerate(ast.walk(tree)):
         for change, label in _changes(node):
-            twin = copy.deepcopy(tree)
-            target = next(n for i, n in enumerate(ast.walk(twin)) if i == index)
-            change(target)
-            source = ast.unparse(ast.fix_missing_locations(twin))
-            found.append(Mutant(file, getattr(node, "lineno", 0), label, source))
+            found.append(Mutant(file, getattr(node, "lineno", 0), label, index, change))
     return sorted(found, key=lambda mutant: mutant.line)
 
 

@@ -156,9 +156,9 @@ def test_a_policy_that_scored_everything_anew_is_asked_anew() -> None:
     for page in pages:
         queue.touch(np.array([page], np.int32))
     assert queue.take(1).tolist() == [pages[0]], "the coldest; the others stay in the queue"
-    catalog.tiers[Tier.DEVICE].score[pages] = [0.0, 9.0, 8.0, 7.0]
+    catalog.tiers[Tier.DEVICE].score[pages] = [0.0, -1.0, -2.0, -3.0]
     policy.epoch += 1
-    assert queue.take(2).tolist() == [pages[0], pages[3]]
+    assert queue.take(2).tolist() == [pages[3], pages[2]]
 
 
 def test_a_copy_between_memories_that_fails_is_an_error_of_the_slower_one() -> None:

@@ -151,13 +151,15 @@ def test_what_a_store_cannot_write_leaves_its_tier_all_the_same() -> None:
     rig.assert_sound()
 
 
+@pytest.mark.parametrize(("prompts", "tokens", "asked_pages"), [(16, 5, 16), (8, 9, 8)])
 def test_a_page_is_offered_once_for_each_time_that_room_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, prompts: int, tokens: int, asked_pages: int
 ) -> None:
-    """Its write-down may have to wait; then the next coldest are asked, not the same again."""
+    """Its write-down may have to wait; then the next coldest are asked, not the same again, and
+    none of its ancestors, which cannot leave before it."""
     rig = CacheRig({Tier.DEVICE: 18, Tier.HOST: 64}, write_policy="write_back", move_pages=1)
-    for seed in range(4):
-        rig.store_prompt(prompt(seed))
+    for seed in range(prompts):
+        rig.store_prompt(prompt(seed, tokens))
     asked: list[int] = []
     original = rig.cache.room._demote
 
@@ -167,13 +169,13 @@ def test_a_page_is_offered_once_for_each_time_that_room_is_asked_for(
 
     monkeypatch.setattr(rig.cache.room, "_demote", noted)
     room: RoomMaker = rig.cache.room
-    for wanted in (6, 12, 18):
-        asked.clear()
-        room.make(Tier.DEVICE, wanted)
-        assert len(asked) == len(set(asked))
-        rig.assert_sound()
+    room.make(Tier.DEVICE, 18)
+    assert len(asked) == len(set(asked)) == asked_pages
+    assert len(rig.cache.writes[Tier.HOST]) > 0, "some wait for their turn"
+    rig.assert_sound()
     rig.settle()
-    assert rig.cache.catalog.tiers[Tier.DEVICE].free_count == 6, "the last page of each prompt left"
+    assert rig.cache.catalog.tiers[Tier.DEVICE].free_count == 2 + asked_pages
+    assert rig.cache.catalog.slot_counts(Tier.HOST)[SlotState.READY] == asked_pages
     assert not rig.cache.counters.dropped_writes
     rig.assert_sound()
 
@@ -199,3 +201,19 @@ def test_a_store_that_finds_room_at_the_second_try_has_the_page(
     assert rig.cache.lookup(N, prompt(1, 5)).tokens_by_tier[Tier.DISK] == 4
     assert not rig.cache.counters.dropped_writes
     assert on_disk(rig) == 4, "one page made room for it"
+
+
+def test_a_store_that_refuses_whatever_is_erased_is_not_emptied_for_one_page() -> None:
+    store = CountingStore(SLOTS)
+    rig = rig_over(store)
+    for seed in range(3):
+        rig.store_prompt(prompt(seed))
+        rig.settle()
+    store.is_full = True
+    store.attempts.clear()
+    rig.store_prompt(prompt(9, 5))
+    rig.settle()
+    assert list(store.attempts.values()) == [2]
+    assert on_disk(rig) == 11, "room was made for it once"
+    assert rig.cache.counters.dropped_writes == {DropReason.NO_ROOM: 1}
+    rig.assert_sound()

@@ -299,11 +299,11 @@ _HUNTS: Mapping[Stage, tuple[str, tuple[int, int, int, int, int]]] = {
     Stage.QUEUED_PREFETCHING: ("queueing", (3, 3, 3, 2, 2)),
     Stage.FOLLOWING: ("impatient", (4, 4, 2, 1, 1)),
     Stage.FETCHING: ("cold", (1, 1, 0, 0, 0)),
-    Stage.FETCHING_BEGUN: ("begun", (2, 2, 3, 3, 3)),
-    Stage.FETCHING_PARTLY_ARRIVED: ("cold", (4, 4, 4, 4, 4)),
+    Stage.FETCHING_BEGUN: ("begun", (6, 4, 3, 3, 4)),
+    Stage.FETCHING_PARTLY_ARRIVED: ("cold", (6, 4, 4, 4, 5)),
     Stage.PREFILLING: ("any", (1, 1, 0, 0, 0)),
-    Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("writing", (4, 4, 2, 2, 2)),
-    Stage.DECODING: ("answering", (2, 2, 1, 1, 1)),
+    Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("writing", (5, 5, 3, 2, 3)),
+    Stage.DECODING: ("answering", (2, 2, 1, 2, 2)),
     Stage.DECODING_PAGE_RESERVED: ("ahead", (2, 2, 2, 3, 3)),
 }
 """Where an end at each stage is hunted, and in how many seeds of a round, by kind of `ENDS`."""

@@ -43,13 +43,13 @@ ALWAYS = frozenset({"arrive", "proceed", "pass_time", "settle_one", "tick", "loo
 
 FAULTS: Mapping[str, float] = {
     "move_fails": 0.03,
-    "worker_dies": 0.03,
+    "worker_dies": 0.05,
     "slow": 0.06,
     "refuses_room": 0.08,
     "read_fails_midway": 0.4,
     "corrupt": 0.45,
     "missing": 0.45,
-    "erase_fails": 0.2,
+    "erase_fails": 0.35,
     "step_fails": 0.03,
 }
 """Chance per job it can strike, or per computed step."""
