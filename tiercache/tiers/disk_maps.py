@@ -36,6 +36,7 @@ from tiercache.tiers.disk_format import (
     entry_bytes,
 )
 from tiercache.tiers.disk_table import RecordTable
+from tiercache.tiers.disk_writeback import Writeback
 from tiercache.types import Bytes
 
 _ENTRIES, _META = b"entries", b"meta"
@@ -62,11 +63,14 @@ class DiskMaps:
         self._pages: Environment = open_environment(
             folder.pages, pages_bytes, durability, read_only=read_only
         )
+        waits = durability is not Durability.FAST and not read_only
+        self._writeback = Writeback(folder.pages / DATA, is_wanted=waits)
         try:
             self._index: Environment = open_environment(
                 folder.index, index_bytes, durability, named_databases=2, read_only=read_only
             )
         except BaseException:
+            self._writeback.close()
             self._pages.close()
             raise
         try:
@@ -84,6 +88,7 @@ class DiskMaps:
 
     def close(self) -> None:
         """Unmaps both files. No other method may be running."""
+        self._writeback.close()
         self._pages.close()
         self._index.close()
 
@@ -251,14 +256,16 @@ class DiskMaps:
         `before_commit` is called, perhaps more than once, when only the medium is waited for.
         """
 
-        def change(txn: Transaction) -> None:
-            for key in drop:
-                txn.delete(key)
-            for key, payload in payloads:
-                txn.put(key, payload)
-            before_commit()
+        with translated("writing payloads"), self._writeback.early() as begin:
 
-        with translated("writing payloads"):
+            def change(txn: Transaction) -> None:
+                for key in drop:
+                    txn.delete(key)
+                for key, payload in payloads:
+                    txn.put(key, payload)
+                before_commit()
+                begin()
+
             commit(self._pages, change)
 
     def delete_payloads(self, keys: Collection[bytes]) -> None:

@@ -84,7 +84,6 @@ class StoreServer:
 
 def main() -> None:
     """Opens the store that is asked for and serves it."""
-    os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control, *lanes = (Connection(int(fd)) for fd in sys.argv[1:])
@@ -95,6 +94,7 @@ def main() -> None:
     except Exception as error:  # told to who asked
         control.send((False, error))
         return
+    os.nice(_NICENESS)  # not before: whoever starts a server waits for what is above
     control.send((True, StoreFacts(store.capacity_pages, store.generation, store.open_notes)))
     server = StoreServer(store, regions)
     for lane in lanes:
