@@ -42,6 +42,7 @@ from engine.scheduler import (
     take_turns,
 )
 from engine.text import StopMatcher, new_detokenizer
+from engine.warmup import warm_up
 from engine.working_copy import WorkingCopyPool
 from tiercache.cache import TierCache
 from tiercache.clock import Clock
@@ -104,6 +105,13 @@ class Turns:
         self._outbox: list[tuple[EventSink, Event]] = []
         self._drain_deadline_seconds: float | None = None
         self.counters = EngineCounters()
+
+    def warm_up(self) -> None:
+        """Runs the model once before the first request, and notes how fast it computes."""
+        for one in warm_up(self._runner, self._working_copies, self._settings.max_context_tokens):
+            self._prefill_seconds_per_token = one.seconds / one.tokens
+            if self._cache.gate is not None:
+                self._cache.gate.prefill.saw(one.position, one.tokens, one.seconds)
 
     # Commands
 
