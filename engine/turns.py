@@ -398,7 +398,8 @@ class Turns:
                 self._take_token(active, token)
         seconds = self._clock.now_seconds() - started
         self.counters.step_seconds.observe(seconds)
-        self._note_speed(work, seconds)
+        if not any(arrivals.values()):  # a step that brought a prefix in did more than compute
+            self._note_speed(work, seconds)
 
     def _note_speed(self, work: Sequence[Work], seconds: float) -> None:
         """Keeps a running mean of what a prompt token costs, over steps that are mostly prompt."""
