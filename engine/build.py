@@ -145,6 +145,8 @@ def _join(
 
     explainer = _explainer(config, cache, model)
 
+    turns.warm_up()
+
     def close() -> None:
         populator.stop()
         if explainer is not None:

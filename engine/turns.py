@@ -44,6 +44,7 @@ from engine.scheduler import (
     take_turns,
 )
 from engine.text import StopMatcher, new_detokenizer
+from engine.warmup import warm_up
 from engine.working_copy import WorkingCopyPool
 from tiercache.cache import TierCache
 from tiercache.clock import Clock
@@ -112,6 +113,13 @@ class Turns:
         self._outbox: list[tuple[EventSink, Event]] = []
         self._drain_deadline_seconds: float | None = None
         self.counters = EngineCounters()
+
+    def warm_up(self) -> None:
+        """Runs the model once before the first request, and notes how fast it computes."""
+        for one in warm_up(self._runner, self._working_copies, self._settings.max_context_tokens):
+            self._prefill_seconds_per_token = one.seconds / one.tokens
+            if self._cache.gate is not None:
+                self._cache.gate.prefill.saw(one.position, one.tokens, one.seconds)
 
     # Commands
 
@@ -432,7 +440,8 @@ class Turns:
                 self._take_token(active, token)
         seconds = self._clock.now_seconds() - started
         self.counters.step_seconds.observe(seconds)
-        self._note_speed(work, seconds)
+        if not any(arrivals.values()):  # a step that brought a prefix in did more than compute
+            self._note_speed(work, seconds)
 
     def _note_speed(self, work: Sequence[Work], seconds: float) -> None:
         """Keeps a running mean of what a prompt token costs, over steps that are mostly prompt."""
