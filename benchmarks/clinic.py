@@ -12,19 +12,23 @@ Odd seeds were looked at while the clinic was built, even ones were not.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from benchmarks.clinic_workloads import BROKEN, HEALTHY, Ask, Draw, Workload
 from benchmarks.common import RESULTS, machine
-from engine.models import LoadedModel, decode, load_model, render_chat
+from engine.models import LoadedModel, decode, load_model
 from tiercache.keys import fingerprint
 from tiercache.replay.clinic import ClinicSettings, Diagnosis, LoggedRequest, diagnose
 from tiercache.settings import TierLimits
-from tiercache.types import Tier
+from tiercache.types import Tier, Tokens
 
 NOTHING = "nothing"
 
@@ -33,7 +37,7 @@ def run(model: LoadedModel, asks: Sequence[Ask], page_tokens: int, device_tokens
     requests = [
         LoggedRequest(
             fingerprint({"salt": ask.salt}),
-            render_chat(model, list(ask.messages)),
+            rendered(model, ask),
             ask.at_seconds,
         )
         for ask in asks
@@ -50,6 +54,21 @@ def run(model: LoadedModel, asks: Sequence[Ask], page_tokens: int, device_tokens
         show_text=True,
         index_bytes=8 << 20,
     )
+
+
+def rendered(model: LoadedModel, ask: Ask) -> Tokens:
+    """The prompt of a request, as `render_chat` makes it: turns that came before are not encoded
+    again. Markers of turns part what is encoded, so the pieces can be joined."""
+    text = model.tokenizer.apply_chat_template(
+        ask.messages, tokenize=False, add_generation_prompt=True
+    )
+    pieces = re.split(r"(?=<\|im_start\|>)", str(text))
+    return np.concatenate([_encoded(model.tokenizer, piece) for piece in pieces if piece])
+
+
+@functools.lru_cache(4096)
+def _encoded(tokenizer: Any, piece: str) -> Tokens:
+    return np.array(tokenizer.encode(piece, add_special_tokens=False), np.int32)
 
 
 def diagnosed(model: LoadedModel, work: Workload) -> Diagnosis:
