@@ -176,6 +176,7 @@ def test_what_is_dearer_to_load_than_to_compute_says_both_estimates(serve: Serve
     spans: list[dict[str, Any]] = []
     for seed in range(4):  # how slow the disk is has to be seen once
         spans += spans_for(service, tokens(seed, 481), MissReason.COST_GATE)
+        service.rest()
     detail = spans[0]["detail"]
     assert 0 < detail["chosen_seconds"] < detail["load_all_seconds"]
     service.assert_sums_are_equal()
