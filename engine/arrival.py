@@ -95,11 +95,13 @@ class Prefixes:
         assert working_copy is not None
         began_seconds = active.waiting_since_seconds
         assert began_seconds is not None
+        loads = self._cache.loads.layered(lease)
+        assert loads is not None, "I3: what is neither there nor coming by layers is not read"
         return PrefixArrival(
             working_copy,
             self._pool,
             self._cache.slots(lease, 0, lease.matched_pages),
             self._cache.loads.groups,
-            self._cache.loads.layered(lease) or (),
+            loads,
             began_seconds + self._fetch_deadline_seconds,
         )
