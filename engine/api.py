@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.sampling import SamplingParams
+from tiercache.gate import Choice
 from tiercache.metrics import CacheSnapshot, Histogram
 from tiercache.types import MissReason, Tier, Tokens
 
@@ -54,6 +55,31 @@ class GenerationRequest:
     cache_salt: str = ""
 
 
+LOAD_SECONDS_KINDS = ("expected", "actual")
+"""What is told of load decisions: seconds to the first token as expected, and as they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Load or recompute, as decided for one request whose stored prefix was not all on DEVICE.
+
+    `chosen_tokens` of the `stored_tokens` were to be loaded. Expected seconds are 0 where nothing
+    had been measured yet. `load_seconds` passed until computing could begin, `compute_seconds`
+    from then to the first token. With more than one of `decisions` the last is reported.
+    """
+
+    choice: Choice
+    decisions: int
+    stored_tokens: int
+    chosen_tokens: int
+    expected_load_seconds: float
+    expected_compute_seconds: float
+    expected_if_all_loaded_seconds: float
+    expected_if_all_computed_seconds: float
+    load_seconds: float
+    compute_seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of a request, and what became of its prompt: hits by tier, misses by reason."""
@@ -62,6 +88,7 @@ class Usage:
     completion_tokens: int = 0
     hit_tokens: Mapping[Tier, int] = field(default_factory=dict)
     miss_tokens: Mapping[MissReason, int] = field(default_factory=dict)
+    loading: LoadReport | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -113,3 +140,8 @@ class EngineSnapshot:
     inter_token_seconds: Histogram
     queue_seconds: Histogram
     step_seconds: Histogram
+    aborted_steps: int = 0
+    load_decisions: Mapping[str, int] = field(default_factory=dict)
+    """By what was decided: load, part, recompute."""
+    load_decision_seconds: Mapping[str, Histogram] = field(default_factory=dict)
+    """By kind: what decisions expected it to take to the first token, and what it took."""

@@ -13,9 +13,12 @@ fewer than four query rows. So both are made canonical here:
 - query heads that share a KV head are folded into rows, and rows padded to a multiple of
   `ROW_MULTIPLE`. Folding also means K and V are read once for a whole group.
 
+The kernel hands tiles of rows to threads, and 64 tokens of a model with 3 KV heads are 9 tiles: one
+of two threads gets 5. So rows come in as many equal parts as there are threads, as a batch.
+
 With bfloat16 computed by the processor itself this makes rows bit-equal whatever the chunks; and
 bit-equal to stock `sdpa` where that reads whole blocks too (prompts of a multiple of 512 tokens).
-Cost: at most 511 masked keys and 3 idle rows per span.
+Cost: at most 511 masked keys, and 3 idle rows per span and part.
 """
 
 from __future__ import annotations
@@ -57,21 +60,23 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def causal_mask(tokens: int, position: int, groups: int) -> torch.Tensor:
+def causal_mask(tokens: int, position: int, groups: int, parts: int) -> torch.Tensor:
     """What to add to the scores of `tokens` queries that begin at `position`: 0, or -inf if later.
 
-    Shape `[rows, keys]`: rows are (query head of the group, token), padded; keys are whole blocks.
-    A single token has one row, which serves every head. Shared by all layers of a step. float32
-    for any K and V: the kernel adds to float32 scores, and converting a mask costs it more than
-    reading a wider one (measured: 118 ms against 72 at 8,000 keys).
+    Shape `[parts, 1, rows of a part, keys]`: rows are (query head of the group, token), padded;
+    keys are whole blocks. A single token has one part of one row, which serves every head. Shared
+    by all layers of a step. float32 for any K and V: the kernel adds to float32 scores, and
+    converting a mask costs it more than reading a wider one (measured: 118 ms against 72 at 8,000
+    keys).
     """
     keys = round_up(position + tokens, KEY_BLOCK_TOKENS)
     later = torch.full((tokens, keys - position), -torch.inf).triu_(1)
-    mask = F.pad(later, (position, 0))
     if tokens == 1:
-        return mask
+        return F.pad(later, (position, 0))[None, None]
     rows = groups * tokens
-    return F.pad(mask.repeat(groups, 1), (0, 0, 0, round_up(rows, ROW_MULTIPLE) - rows))
+    mask = torch.zeros(round_up(rows, parts * ROW_MULTIPLE), keys)
+    mask[:rows].view(groups, tokens, keys)[:, :, position:] = later
+    return mask.view(parts, 1, -1, keys)
 
 
 def paged_attention(
@@ -121,20 +126,21 @@ def _attend(
 
     heads, kv_heads = query.shape[1], keys.shape[1]
     rows = heads // kv_heads * span.tokens
-    folded = query.reshape(1, kv_heads, rows, -1)
-    folded = F.pad(folded, (0, 0, 0, round_up(rows, ROW_MULTIPLE) - rows))
-    read = slice(0, span.mask.shape[1])
+    parts, keys_read = span.mask.shape[0], span.mask.shape[-1]
+    folded = query.reshape(kv_heads, rows, -1)
+    folded = F.pad(folded, (0, 0, 0, round_up(rows, parts * ROW_MULTIPLE) - rows))
 
     if span.wait_layer is not None:
         span.wait_layer(layer)  # the one place: nobody reads a prefix before it has arrived
     attended = F.scaled_dot_product_attention(
-        folded,
-        keys[read].transpose(0, 1)[None],
-        values[read].transpose(0, 1)[None],
+        folded.reshape(kv_heads, parts, -1, folded.shape[-1]).transpose(0, 1),
+        keys[:keys_read].transpose(0, 1).expand(parts, -1, -1, -1),
+        values[:keys_read].transpose(0, 1).expand(parts, -1, -1, -1),
         attn_mask=span.mask,
         scale=scaling,
     )
-    output.copy_(attended[0, :, :rows].reshape(heads, span.tokens, -1).transpose(0, 1))
+    by_head = attended.transpose(0, 1).flatten(1, 2)[:, :rows].reshape(heads, span.tokens, -1)
+    output.copy_(by_head.transpose(0, 1))
 
 
 # No mask function is registered under this name, and that is what makes transformers build none.

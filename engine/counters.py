@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from engine.loading import LoadCounters
 from tiercache.metrics import Histogram
 
 
@@ -17,6 +18,8 @@ class EngineCounters:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    aborted_steps: int = 0
+    loads: LoadCounters = field(default_factory=LoadCounters)
     most_running_requests: int = 0
     ttft_seconds: dict[str, Histogram] = field(default_factory=dict)
     inter_token_seconds: Histogram = field(default_factory=Histogram)

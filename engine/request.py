@@ -8,7 +8,8 @@ from enum import Enum
 
 import numpy as np
 
-from engine.api import EventSink, GenerationRequest, Usage
+from engine.api import EventSink, GenerationRequest, LoadReport, Usage
+from engine.loading import LoadWatch
 from engine.sampling import new_generator
 from engine.text import Detokenizer, StopMatcher
 from engine.working_copy import WorkingCopy
@@ -46,11 +47,17 @@ class Active:
     lease: Lease | None = None
     working_copy: WorkingCopy | None = None
     computed_tokens: int = 0
-    """Tokens whose K and V are in the working copy."""
+    """Tokens whose K and V are in the working copy, but for the prefix while that is pending."""
+    prefix_pending: bool = False
+    """RUNNING, and its first forward pass will bring the prefix in, see `arrival`."""
     follow: Follow | None = None
     waiting_since_seconds: float | None = None
     """Start of the current wait for a leader or for pages."""
     refetches: int = 0
+    reconsidered: bool = False
+    """Its load took longer than expected once, and it decided anew."""
+    loading: LoadWatch = field(default_factory=LoadWatch)
+    load_report: LoadReport | None = None
     give_up: MissReason | None = None
     """Set once this request must do without pages it would have to wait for."""
     may_follow: bool = True
@@ -91,6 +98,11 @@ class Active:
         return self.give_up in (None, MissReason.BEING_COMPUTED)
 
     @property
+    def is_computing(self) -> bool:
+        """Whether its prefix is in place and all that it lacks is computing."""
+        return self.state is State.RUNNING and not self.prefix_pending
+
+    @property
     def is_decoding(self) -> bool:
         return self.computed_tokens == self.token_count - 1 and self.generated_tokens > 0
 
@@ -102,4 +114,5 @@ class Active:
             completion_tokens=self.generated_tokens,
             hit_tokens=hits,
             miss_tokens=misses,
+            loading=self.load_report,
         )

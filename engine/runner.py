@@ -78,7 +78,7 @@ class ModelRunner:
                 start=start,
                 position=segment.position,
                 tokens=count,
-                mask=causal_mask(count, segment.position, self._groups),
+                mask=causal_mask(count, segment.position, self._groups, torch.get_num_threads()),
                 wait_layer=segment.wait_layer,
             )
             start += count

@@ -2,7 +2,7 @@
 
     waiting ──admit──→ FETCHING ──pages arrived──→ RUNNING ──last token──→ done
        ↑                  │                           │
-       └── pages failed, deadline passed ──┴── preempted ┘
+       └── pages failed, deadline passed ──┴── preempted, or a layer's pages lost ┘
 
 Whatever way a request leaves FETCHING or RUNNING, `_let_go` is where its lease and its working copy
 go back, and there is no other place.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,9 @@ from engine.api import (
     GenerationRequest,
     TextDelta,
 )
+from engine.arrival import PrefixArrival, Prefixes
 from engine.counters import EngineCounters
+from engine.loading import log_report
 from engine.models import LoadedModel
 from engine.request import Active, State
 from engine.runner import ModelRunner, Segment
@@ -37,6 +39,7 @@ from engine.text import StopMatcher, new_detokenizer
 from engine.working_copy import WorkingCopyPool
 from tiercache.cache import TierCache
 from tiercache.clock import Clock
+from tiercache.layers import LayerLost
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.metrics import Histogram
 from tiercache.prefetch import Prefetcher
@@ -87,6 +90,7 @@ class Turns:
         self._layout = layout
         self._settings = settings
         self._clock = clock
+        self._prefixes = Prefixes(cache, device_pool, settings.fetch_deadline_seconds)
         self._prefetcher = Prefetcher(cache, settings.queue_budget_fraction)
         self._prefill_seconds_per_token = 0.0
         self._waiting: deque[Active] = deque()
@@ -258,6 +262,7 @@ class Turns:
         lease.books = active.first_books or lease.books
         active.lease, active.working_copy = lease, working_copy
         active.follow, active.waiting_since_seconds = None, now
+        active.loading.decided(lease.decision, now)
         active.state = State.FETCHING
         self._admitted.append(active)
         self.counters.most_running_requests = max(
@@ -268,33 +273,58 @@ class Turns:
 
     def _take_arrivals(self) -> None:
         for active in list(self._admitted):
-            if active.state is State.FETCHING:
+            if active.state is State.FETCHING or active.prefix_pending:
                 self._arrive(active)
 
     def _arrive(self, active: Active) -> None:
-        """FETCHING → RUNNING when the prefix is on DEVICE; back to the queue when it cannot be."""
-        lease, working_copy = active.lease, active.working_copy
+        """FETCHING → RUNNING when a forward pass can bring the prefix in; back to the queue when it
+        cannot come."""
+        lease = active.lease
         assert lease is not None
-        assert working_copy is not None
         fetch = self._cache.fetch_state(lease)
-        if fetch is Fetch.READY:
-            slots = self._cache.slots(lease, 0, lease.matched_pages)
-            working_copy.load_pages(self._device_pool, slots, 0)
+        if fetch is Fetch.FAILED:
+            self._lost_prefix(active)
+        elif active.state is State.RUNNING:
+            return
+        elif fetch is Fetch.READY or self._prefixes.comes_by_layers(
+            lease, holds_up_others=len(self._admitted) > 1
+        ):
             active.computed_tokens = lease.matched_pages * self._layout.page_tokens
-            active.waiting_since_seconds = None
+            active.prefix_pending = lease.matched_pages > 0
+            active.loading.ready(self._clock.now_seconds())
             active.state = State.RUNNING
-        elif fetch is Fetch.FAILED:
+            if not active.prefix_pending:
+                active.waiting_since_seconds = None
+        elif self._is_out_of_patience(active):
+            self._load_is_late(active, lease)
+
+    def _load_is_late(self, active: Active, lease: Lease) -> None:
+        """What was measured and takes longer all the same is weighed again, once, by what has been
+        measured since; otherwise the request goes on with what has arrived."""
+        decision = lease.decision
+        was_slow = decision is not None and decision.is_measured
+        if was_slow and not active.reconsidered:
+            active.reconsidered = True
+            self._put_back(active)
+        else:
+            self._lost_prefix(active, is_late=True)
+
+    def _lost_prefix(self, active: Active, *, is_late: bool = False) -> None:
+        """Pages will not come, or not in time: back to the queue, and twice at most."""
+        if is_late:
+            active.give_up = MissReason.DEADLINE
+        else:
             active.refetches += 1
             if active.refetches >= _MOST_REFETCHES:
                 active.give_up = MissReason.LOAD_FAILED
-            self._put_back(active)
-        elif self._is_out_of_patience(active):
-            active.give_up = MissReason.DEADLINE
-            self._put_back(active)
+        self._put_back(active)
 
     def _patience(self, active: Active) -> float:
         if active.state is State.FETCHING:
-            return self._settings.fetch_deadline_seconds
+            decision = active.lease.decision if active.lease else None
+            expected = decision.patience_seconds if decision else None
+            deadline = self._settings.fetch_deadline_seconds
+            return deadline if expected is None else min(expected, deadline)
         return self._settings.join_deadline_seconds
 
     def _is_out_of_patience(self, active: Active) -> bool:
@@ -335,7 +365,12 @@ class Turns:
 
     def _step(self, work: Sequence[Work]) -> None:
         started = self._clock.now_seconds()
-        logits = self._runner.forward([self._segment(item) for item in work])
+        arrivals = {item.active: self._prefixes.arrival(item.active) for item in work}
+        try:
+            logits = self._runner.forward([self._segment(item, arrivals) for item in work])
+        except LayerLost as lost:
+            self._abort_step(arrivals, lost)
+            return
         sampled = [item.active for item in work if item.reaches_end]
         for item in work:
             self._keep(item)
@@ -362,15 +397,25 @@ class Turns:
             position = work[0].active.computed_tokens - prompt_tokens
             self._cache.gate.prefill.saw(position, prompt_tokens, seconds)
 
-    def _segment(self, item: Work) -> Segment:
+    def _abort_step(self, arrivals: Mapping[Active, PrefixArrival | None], lost: LayerLost) -> None:
+        """Nothing of the step counts: who lost pages starts over, the others run again."""
+        self.counters.aborted_steps += 1
+        for active, arrival in arrivals.items():
+            if arrival is not None and arrival.is_lost:
+                log.warning("%s: %s", active.request.request_id, lost)
+                self._lost_prefix(active, is_late=lost.is_late)
+
+    def _segment(self, item: Work, arrivals: Mapping[Active, PrefixArrival | None]) -> Segment:
         active = item.active
         assert active.working_copy is not None
         first = active.computed_tokens
+        arrival = arrivals[active]
         return Segment(
             working_copy=active.working_copy,
             tokens=active.tokens[first : first + item.tokens],
             position=first,
             wants_logits=item.reaches_end,
+            wait_layer=arrival.wait_layer if arrival else None,
         )
 
     def _keep(self, item: Work) -> None:
@@ -384,6 +429,7 @@ class Turns:
             if active.booked is not None:
                 self.counters.recomputed_tokens += item.tokens
         active.computed_tokens += item.tokens
+        active.prefix_pending, active.waiting_since_seconds = False, None
         first, stop = self._cache.insertable(lease, active.computed_tokens)
         if stop > first:
             slots = self._cache.slots(lease, first, stop)
@@ -417,10 +463,17 @@ class Turns:
         assert active.lease is not None
         active.booked = active.lease.books
         self._cache.book(active.lease)
+        self._report_load(active, now)
         slowest = max(active.booked.hit_tokens, default=None)
         label = Tier(slowest).label if slowest is not None else "none"
         histogram = self.counters.ttft_seconds.setdefault(label, Histogram())
         histogram.observe(now - active.submitted_seconds)
+
+    def _report_load(self, active: Active, now: float) -> None:
+        report = active.load_report = active.loading.report(self._layout.page_tokens, now)
+        if report is not None:
+            self.counters.loads.add(report)
+            log_report(active.request.request_id, report)
 
     # Leaving
 
@@ -432,12 +485,13 @@ class Turns:
 
     def _put_back(self, active: Active) -> None:
         """Back to the head of the queue, holding nothing; its tokens so far are its prompt."""
-        if active.state is State.RUNNING and active.lease is not None:
+        if active.is_computing and active.lease is not None:
             active.first_books = active.lease.books
         active.known_tokens = active.tokens.copy()
         self._let_go(active)
         active.state = State.WAITING
         active.waiting_since_seconds = None
+        active.prefix_pending = False
         active.computed_tokens = 0
         self._admitted.remove(active)
         self._waiting.appendleft(active)
@@ -491,4 +545,7 @@ class Turns:
             inter_token_seconds=counters.inter_token_seconds.copy(),
             queue_seconds=counters.queue_seconds.copy(),
             step_seconds=counters.step_seconds.copy(),
+            aborted_steps=counters.aborted_steps,
+            load_decisions=dict(counters.loads.decisions),
+            load_decision_seconds=counters.loads.copy().seconds,
         )

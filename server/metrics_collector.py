@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine.api import EngineSnapshot
+from engine.api import LOAD_SECONDS_KINDS, EngineSnapshot
+from tiercache.gate import Choice
 from tiercache.metrics import DropReason, Histogram, PrefetchOutcome, TierSnapshot
 from tiercache.types import MissReason, Tier
 
@@ -246,6 +247,26 @@ METRICS: tuple[Row, ...] = (
         "Requests that had to give up their place.",
         (),
         lambda s: {(): s.preemptions},
+    ),
+    Row(
+        "tiercache_aborted_steps_total",
+        "Steps given up because a part of a prefix did not come.",
+        (),
+        lambda s: {(): s.aborted_steps},
+    ),
+    Row(
+        "tiercache_load_decisions_total",
+        "Requests with a stored prefix that was not on DEVICE, by what was decided on it.",
+        ("outcome",),
+        lambda s: {(choice.value,): s.load_decisions.get(choice.value, 0) for choice in Choice},
+    ),
+    Row(
+        "tiercache_load_decision_seconds",
+        "Seconds from such a decision to the first token: as expected, and actual.",
+        ("kind",),
+        lambda s: {
+            (kind,): s.load_decision_seconds.get(kind, Histogram()) for kind in LOAD_SECONDS_KINDS
+        },
     ),
     Row(
         "tiercache_requests_total",

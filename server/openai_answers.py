@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.api import FinishReason, Usage
@@ -25,6 +25,12 @@ def usage_body(usage: Usage) -> dict[str, Any]:
             "cached_tokens_by_tier": by_tier,
         },
     }
+
+
+def cache_body(usage: Usage) -> dict[str, Any]:
+    """What the cache decided for the request: `load` is null where nothing had to be loaded."""
+    report = usage.loading
+    return {"load": None if report is None else asdict(report)}
 
 
 def sse(body: dict[str, Any]) -> bytes:
@@ -48,6 +54,7 @@ class Answer:
             **self._head("chat.completion"),
             "choices": [choice | (content if self.chat else {"text": text})],
             "usage": usage_body(usage),
+            "cache": cache_body(usage),
         }
 
     def opening(self) -> dict[str, Any] | None:
@@ -61,7 +68,8 @@ class Answer:
         return self._chunk({} if self.chat else "", reason.value)
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage_body(usage)}
+        body = {"choices": [], "usage": usage_body(usage), "cache": cache_body(usage)}
+        return self._head("chat.completion.chunk") | body
 
     def _chunk(self, content: dict[str, str] | str, reason: str | None = None) -> dict[str, Any]:
         key = "delta" if self.chat else "text"

@@ -22,6 +22,7 @@ LAYERS = [
         "sizes",
         "keys",
         "metrics",
+        "layers",
     },
     {
         "tree",

@@ -131,7 +131,9 @@ class TierCache:
             demote=self._demote,
             forget=self.forgetter.all_gone,
         )
-        self.loads = Loads(self.catalog, self.moves, self.room, settings.pages_per_move)
+        self.loads = Loads(
+            self.catalog, self.moves, self.room, settings.layout, settings.pages_per_move
+        )
 
     # A request's life
 
@@ -169,11 +171,12 @@ class TierCache:
         path, sources = self._usable(match, tokens, fetch)
         if match is not None and because is None and self._ends_at_bad_copy(match, path):
             because = MissReason.CHECKSUM_FAILED
-        if self.gate is not None:
+        decision = None
+        if self.gate is not None and (sources != int(Tier.DEVICE)).any():
             now = self.clock.now_seconds()
-            worth = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages()).pages
-            if worth < path.size:
-                path, sources = path[:worth], sources[:worth]
+            decision = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages())
+            if decision.pages < path.size:
+                path, sources = path[: decision.pages], sources[: decision.pages]
                 because = because or MissReason.COST_GATE
         books = account_prompt(
             tokens.size,
@@ -191,6 +194,7 @@ class TierCache:
             self._unpin(path)
             return answer
         lease = self._open(namespace, tokens, path, books)
+        lease.decision = decision
         self._touch(path)
         self.catalog.hits[path] += 1
         for queue in self.writes.values():

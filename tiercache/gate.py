@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +24,52 @@ STALE_SECONDS = 30.0
 """A tier not loaded from for so long is measured anew: what was slow may have recovered."""
 
 
+EXPLORATION_SHARE = 0.05
+"""Of what computing all would take: so long a load from a tier of unknown speed may take."""
+
+OVERRUN_SHARE = 0.1
+"""Of what computing all would take: so much longer than expected a load may take."""
+
+
+class Choice(StrEnum):
+    """What was decided on a stored prefix, in words."""
+
+    LOAD = "load"
+    PART = "part"
+    RECOMPUTE = "recompute"
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to load, and what was expected of it. Seconds are 0 where nothing was known yet.
 
-    `pages` is how many pages of the prefix to use; `load_seconds` and `compute_seconds` are the
-    estimates for that cut, `load_all_seconds` and `compute_all_seconds` those for the extremes.
+    `pages` is how many of the `stored_pages` of the prefix to use; `load_seconds` and
+    `compute_seconds` are the estimates for that cut, `load_all_seconds` and `compute_all_seconds`
+    the sums for the extremes. `is_measured` says whether all tiers concerned were measured lately.
     """
 
     pages: int
+    stored_pages: int
     load_seconds: float = 0.0
     compute_seconds: float = 0.0
     load_all_seconds: float = 0.0
     compute_all_seconds: float = 0.0
+    is_measured: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        if self.pages == self.stored_pages:
+            return Choice.LOAD
+        return Choice.PART if self.pages else Choice.RECOMPUTE
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """How long to wait for the load before deciding anew; None if there was no estimate."""
+        if not self.compute_all_seconds:
+            return None
+        if not self.is_measured:
+            return EXPLORATION_SHARE * self.compute_all_seconds
+        return self.load_seconds + OVERRUN_SHARE * self.compute_all_seconds
 
 
 class PrefillCost:
@@ -105,7 +139,7 @@ class LoadGate:
         self._forget_stale(now_seconds)
         pages = int(sources.size)
         if not self.prefill.is_known or not (sources != int(Tier.DEVICE)).any():
-            return Decision(pages)
+            return Decision(pages, pages)
         load = self._load_seconds(sources, queued_pages or {})
         cuts = np.arange(pages + 1, dtype=np.float64)
         compute = self.prefill.seconds(cuts * self._page_tokens, float(prompt_tokens))
@@ -113,10 +147,12 @@ class LoadGate:
         best = pages - int(np.argmin(total[::-1]))  # among equals, the one that loads most
         return Decision(
             pages=best,
+            stored_pages=pages,
             load_seconds=float(load[best]),
             compute_seconds=float(compute[best]),
             load_all_seconds=float(total[pages]),
             compute_all_seconds=float(total[0]),
+            is_measured=all(tier in self._page_seconds for tier in _slower_than_device(sources)),
         )
 
     def _forget_stale(self, now_seconds: float) -> None:
@@ -136,3 +172,7 @@ class LoadGate:
             arrival = np.where(counted > 0, (counted + ahead) * cost, 0.0)
             slowest = np.maximum(slowest, arrival)
         return slowest
+
+
+def _slower_than_device(sources: npt.NDArray[np.int8]) -> set[Tier]:
+    return {Tier(value) for value in np.unique(sources).tolist()} - {Tier.DEVICE}

@@ -17,6 +17,7 @@ from enum import Enum
 
 import numpy as np
 
+from tiercache.gate import Decision
 from tiercache.types import MissReason, PageIds, Tier, Tokens
 
 
@@ -88,6 +89,8 @@ class Lease:
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN
     caching: bool = True
+    decision: Decision | None = None
+    """What was decided on its stored prefix, where that was weighed."""
 
     def page_range(self, start: int, stop: int) -> PageIds:
         """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""

@@ -2,6 +2,9 @@
 
 Requests that want the same pages wait for the same move. A move is taken back only when nobody
 waits for any of its pages any more, and only while no worker has begun it.
+
+Loads from HOST come layer group by layer group, so whoever reads layer by layer need not wait for
+their end.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from tiercache.catalog import Catalog
+from tiercache.layers import LayerArrivals, LayerGroups
 from tiercache.lease import Lease, Room
 from tiercache.moves import MoveBook, Settled
 from tiercache.room import RoomMaker
 from tiercache.transfer import batches
-from tiercache.types import PageIds, Tier
+from tiercache.types import PageIds, PageLayout, Tier
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -24,21 +28,40 @@ class Loads:
     """Starts and gives up the moves that lead to DEVICE. Engine thread only."""
 
     def __init__(
-        self, catalog: Catalog, moves: MoveBook, room: RoomMaker, pages_per_move: int
+        self,
+        catalog: Catalog,
+        moves: MoveBook,
+        room: RoomMaker,
+        layout: PageLayout,
+        pages_per_move: int,
     ) -> None:
         self._catalog = catalog
         self._moves = moves
         self._room = room
         self._pages_per_move = pages_per_move
+        self.groups = LayerGroups.of(layout)
 
     def start(self, cold: PageIds) -> None:
         """Starts chains for `cold` pages, for which DEVICE has room; pages from DISK pass through
         HOST if it has room, so that the next hit is nearer."""
         on_host = self._catalog.ready_on(Tier.HOST, cold)
         for batch in batches(cold[on_host], self._pages_per_move):
-            self._moves.start(batch, Tier.HOST, (Tier.DEVICE,))
+            self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), LayerArrivals(self.groups))
         for batch in batches(cold[~on_host], self._pages_per_move):
             self._moves.start(batch, Tier.DISK, self._chain_up(batch))
+
+    def layered(self, lease: Lease) -> list[LayerArrivals] | None:
+        """The loads `lease` waits for, if all of them come by layers; None if one does not.
+
+        With all of them told to have ended or not, its pages have DEVICE slots to be read from.
+        """
+        missing, found = lease.awaited, []
+        for move in self._moves.loads():
+            mine = np.isin(missing, move.pages)
+            if mine.any() and move.arrivals is not None:
+                found.append(move.arrivals)
+                missing = missing[~mine]
+        return None if missing.size else found
 
     def give_up(self, lease: Lease, others: Iterable[Lease]) -> list[Settled]:
         """Takes back what only `lease` waited for and no worker has begun."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiercache.catalog import Catalog
+from tiercache.layers import LayerArrivals
 from tiercache.metrics import CacheCounters, Histogram, MoveOutcome
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.transfer import Completion, Erase, Hop, Job, Move, PageOutcome, Transfers
@@ -60,7 +61,13 @@ class MoveBook:
         self.trouble: dict[Tier, str] = {}
         """What went wrong on a tier last, until something goes right there."""
 
-    def start(self, pages: PageIds, source: Tier, hops: tuple[Tier, ...]) -> Move:
+    def start(
+        self,
+        pages: PageIds,
+        source: Tier,
+        hops: tuple[Tier, ...],
+        arrivals: LayerArrivals | None = None,
+    ) -> Move:
         """Opens a move of `pages` along `hops`. Every hop has room and every source copy is READY.
 
         HOST is left out for pages that are resident there already; the caller groups by that.
@@ -75,6 +82,7 @@ class MoveBook:
             source_slots=self._catalog.tiers[source].slot[pages].copy(),
             hops=tuple(Hop(tier, self._catalog.begin_fill(tier, pages)) for tier in hops),
             records=records,
+            arrivals=arrivals,
         )
         self._submit(move.serial, move)
         return move

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from tiercache.errors import TierOffline
+from tiercache.layers import LayerArrivals
 from tiercache.tiers.disk_facts import ReadOutcome, WriteOutcome
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import PageStore
@@ -51,7 +52,10 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A batch copy. `records` names the pages durably and is there when DISK takes part."""
+    """A batch copy. `records` names the pages durably and is there when DISK takes part.
+
+    With `arrivals` the copy, of one hop, may go layer group by layer group and say so as it goes.
+    """
 
     serial: int
     pages: PageIds
@@ -59,6 +63,7 @@ class Move:
     source_slots: Slots
     hops: tuple[Hop, ...]
     records: tuple[PageRecord, ...] = ()
+    arrivals: LayerArrivals | None = None
 
     @property
     def target(self) -> Tier:
@@ -167,6 +172,40 @@ class Carrier:
         rows = self._pools[tier].rows
         return [(r, rows[slot]) for r, slot in zip(move.records, slots.tolist(), strict=True)]
 
+    def carry_layers(self, moves: Sequence[Move]) -> list[Completion]:
+        """Several loads as one: the first layer group of all their pages, then the second."""
+        started = time.perf_counter()
+        errors: dict[int, str] = {}
+        for group in range(max(len(arrivals_of(move).groups) for move in moves)):
+            for move in moves:
+                if move.serial in errors:
+                    continue
+                try:
+                    self._copy_group(move, group)
+                except Exception as fault:  # a worker lives on, and so do the other loads
+                    errors[move.serial] = f"{type(fault).__name__}: {fault}"
+                    arrivals_of(move).fail(errors[move.serial])
+        seconds = time.perf_counter() - started
+        share = seconds / sum(move.pages.size for move in moves)
+        return [
+            Completion(
+                move,
+                (PageOutcome.FAILED if move.serial in errors else PageOutcome.DONE,)
+                * move.pages.size,
+                share * move.pages.size,
+                errors.get(move.serial, ""),
+            )
+            for move in moves
+        ]
+
+    def _copy_group(self, move: Move, group: int) -> None:
+        (hop,) = move.hops
+        part = arrivals_of(move).groups.bytes_of(group)
+        rows_in, rows_out = self._pools[move.source].rows, self._pools[hop.tier].rows
+        for slot_in, slot_out in zip(move.source_slots.tolist(), hop.slots.tolist(), strict=True):
+            rows_out[slot_out, part] = rows_in[slot_in, part]
+        arrivals_of(move).arrive(group)
+
     def carry_erases(self, erases: Sequence[Erase]) -> list[Completion]:
         """Several erases as one: what costs is the commit, not the key."""
         if len(erases) == 1:
@@ -198,6 +237,16 @@ WRITE_OUTCOMES = {
 
 def _outcome_count(job: Job) -> int:
     return 1 if isinstance(job, Erase) else int(job.pages.size)
+
+
+def comes_by_layers(job: Job) -> bool:
+    """Whether somebody may be waiting for the job's layer groups one by one."""
+    return isinstance(job, Move) and job.arrivals is not None
+
+
+def arrivals_of(move: Move) -> LayerArrivals:
+    assert move.arrivals is not None
+    return move.arrivals
 
 
 _END_SECONDS = 60.0
@@ -235,6 +284,20 @@ class Lane:
                     return None
                 self._changed.wait()
             return self._jobs.popleft()
+
+    def take_run(self, belongs: Callable[[Job], bool]) -> list[Job]:
+        """The next job, waited for, with those behind it where all of them belong together.
+
+        Empty when the lane is closed and empty.
+        """
+        first = self.take()
+        if first is None:
+            return []
+        run = [first]
+        with self._changed:
+            while belongs(first) and self._jobs and belongs(self._jobs[0]):
+                run.append(self._jobs.popleft())
+        return run
 
     def take_all(self) -> list[Job]:
         """All jobs there are, at least one, waited for; none when the lane is closed and empty."""
@@ -277,15 +340,13 @@ class ThreadedTransfers:
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._copies, self._writes, self._reads = Lane(), Lane(), Lane()
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
-            for name, lane in [
-                ("tiercache-copy", self._copies),
-                *((f"tiercache-read-{i}", self._reads) for i in range(reader_threads)),
+            threading.Thread(target=work, name=f"tiercache-{name}", daemon=True)
+            for name, work in [
+                ("copy", self._copy),
+                ("write", self._write_in_order),
+                *((f"read-{i}", lambda: self._work(self._reads)) for i in range(reader_threads)),
             ]
         ]
-        self._threads.append(
-            threading.Thread(target=self._write_in_order, name="tiercache-write", daemon=True)
-        )
         for thread in self._threads:
             thread.start()
 
@@ -332,6 +393,18 @@ class ThreadedTransfers:
     def _work(self, lane: Lane) -> None:
         while (job := lane.take()) is not None:
             self._done.put(self._carrier.carry(job))
+            self._wake()
+
+    def _copy(self) -> None:
+        """The copier's jobs in order; loads by layers that wait one behind the other as one."""
+        while jobs := self._copies.take_run(comes_by_layers):
+            if comes_by_layers(jobs[0]):
+                loads = [job for job in jobs if isinstance(job, Move)]
+                completions = self._carrier.carry_layers(loads)
+            else:
+                completions = [self._carrier.carry(job) for job in jobs]
+            for completion in completions:
+                self._done.put(completion)
             self._wake()
 
 

@@ -106,6 +106,18 @@ def test_chunks_do_not_change_a_bit(tiny: LoadedModel, chunk: int) -> None:
     assert_same(whole.kv[:, :, :700], cut.kv[:, :, :700])
 
 
+@pytest.mark.parametrize("tokens", [2, 64, 300])
+def test_the_number_of_threads_does_not_change_a_bit(
+    tiny: LoadedModel, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, results = poisoned_pool(tiny), []
+    for threads in (1, 2, 3, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        results.append(compute(ModelRunner(tiny), a_copy(pool, tokens), PROMPT[:tokens], tokens))
+    for other in results[1:]:
+        assert_same(results[0], other)
+
+
 def test_batch_mates_do_not_change_a_bit(tiny: LoadedModel) -> None:
     runner, pool = ModelRunner(tiny), poisoned_pool(tiny)
     requests = [(PROMPT[:1], 0), (PROMPT[100:631], 530), (PROMPT[7:307], 40), (PROMPT[:65], 64)]
@@ -221,6 +233,20 @@ def test_pages_come_back_as_they_were_stored_and_touch_nothing_else() -> None:
     assert torch.equal(target.kv[:, :, 40:48], source.kv[:, :, 12:20])
     assert int(target.kv.count_nonzero()) == 2 * LAYOUT.page_bytes // 4
     assert not device[[1, 3, 4]].any()
+
+
+@pytest.mark.parametrize("layers", [slice(None), slice(0, 1), slice(1, 2)])
+def test_many_pages_come_from_wherever_they_are_each_to_its_place(layers: slice) -> None:
+    source, target = (a_copy(WorkingCopyPool(LAYOUT, 512), 512) for _ in range(2))
+    source.kv.copy_(torch.randn(source.kv.shape))
+    target.kv.zero_()
+    slots = np.concatenate((np.arange(60, 100), np.random.default_rng(0).permutation(60)))
+    device = torch.zeros((100, *LAYOUT.shape))
+    source.store_pages(device, slots, 7)
+    target.load_pages(device, slots, 7, layers)
+    stored = slice(7 * 4, 107 * 4)
+    assert torch.equal(target.kv[layers, :, stored], source.kv[layers, :, stored])
+    assert int(target.kv.count_nonzero()) == source.kv[layers, :, stored].numel()
 
 
 @settings(max_examples=50)

@@ -16,7 +16,7 @@ from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, plan_step
 from engine.text import StopMatcher
 from tests.engine.conftest import MakeRig, Rig, prompt
 from tiercache.metrics import PrefetchOutcome
-from tiercache.transfer import Completion, Job, Move, PageOutcome
+from tiercache.transfer import Completion, Move, PageOutcome, arrivals_of
 from tiercache.types import MissReason, Tier
 
 
@@ -147,16 +147,18 @@ def test_reading_ahead_stays_within_its_budget(make_rig: MakeRig) -> None:
 def fail_loads(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Move]:
     """Lets every load to DEVICE fail from now on; the list tells which were tried."""
     carrier = rig.engine._cache._transfers._carrier  # type: ignore[attr-defined]
-    carry = carrier.carry
     tried: list[Move] = []
 
-    def failing(job: Job) -> Completion:
-        if isinstance(job, Move) and job.target is Tier.DEVICE:
-            tried.append(job)
-            return Completion(job, (PageOutcome.FAILED,) * job.pages.size, 0.0, "scripted")
-        return carry(job)  # type: ignore[no-any-return]
+    def failing(loads: list[Move]) -> list[Completion]:
+        for load in loads:
+            tried.append(load)
+            arrivals_of(load).fail("scripted")
+        return [
+            Completion(load, (PageOutcome.FAILED,) * load.pages.size, 0.0, "scripted")
+            for load in loads
+        ]
 
-    monkeypatch.setattr(carrier, "carry", failing)
+    monkeypatch.setattr(carrier, "carry_layers", failing)
     return tried
 
 

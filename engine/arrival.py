@@ -1,0 +1,105 @@
+"""How a request's prefix gets into its working copy: by layer groups, as attention asks for them.
+
+The first forward pass of a request that found something begins before its prefix is there. Each
+layer group is copied from the DEVICE pages when attention comes to its first layer, so it is still
+in the processor's cache when it is read; and where the pages themselves are on their way from HOST,
+only that group of them is waited for. A group that is lost raises, which ends the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.request import Active
+from engine.working_copy import WorkingCopy
+from tiercache.cache import TierCache
+from tiercache.layers import LayerArrivals, LayerGroups, LayerLost
+from tiercache.lease import Lease
+from tiercache.types import Slots
+
+
+class PrefixArrival:
+    """One request's prefix, for one forward pass. Engine thread only.
+
+    `slots` are the DEVICE slots of the prefix's pages in `pool`, and `loads` are what still fills
+    some of them. `deadline_seconds` is a moment of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        working_copy: WorkingCopy,
+        pool: torch.Tensor,
+        slots: Slots,
+        groups: LayerGroups,
+        loads: Sequence[LayerArrivals],
+        deadline_seconds: float,
+    ) -> None:
+        self._working_copy = working_copy
+        self._pool = pool
+        self._slots = slots
+        self._groups = groups
+        self._loads = loads
+        self._deadline_seconds = deadline_seconds
+        self._next_group = 0
+        self.is_lost = False
+        """Whether it is this prefix that could not come."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Returns when the prefix's K and V of `layer` are in the working copy.
+
+        Layers come in order. Raises LayerLost when they will not arrive, or not in time.
+        """
+        while self._next_group < len(self._groups) and (
+            self._groups.layers(self._next_group).start <= layer
+        ):
+            self._wait(self._next_group)
+            layers = self._groups.layers(self._next_group)
+            self._working_copy.load_pages(self._pool, self._slots, 0, layers)
+            self._next_group += 1
+
+    def _wait(self, group: int) -> None:
+        try:
+            for load in self._loads:
+                load.wait(group, self._deadline_seconds)
+        except LayerLost:
+            self.is_lost = True
+            raise
+
+
+class Prefixes:
+    """Says when a forward pass may begin before its prefix is there, and brings it in."""
+
+    def __init__(self, cache: TierCache, pool: torch.Tensor, fetch_deadline_seconds: float) -> None:
+        self._cache = cache
+        self._pool = pool
+        self._fetch_deadline_seconds = fetch_deadline_seconds
+
+    def comes_by_layers(self, lease: Lease, *, holds_up_others: bool) -> bool:
+        """Whether a pass can begin while the lease's prefix is on its way.
+
+        A pass that waits holds up everybody in it, so with others about the loads must have begun.
+        """
+        loads = self._cache.loads.layered(lease)
+        if loads is None:
+            return False
+        return not holds_up_others or all(load.has_begun for load in loads)
+
+    def arrival(self, active: Active) -> PrefixArrival | None:
+        """What brings the request's prefix in during its next pass; None where it is in place."""
+        if not active.prefix_pending:
+            return None
+        lease, working_copy = active.lease, active.working_copy
+        assert lease is not None
+        assert working_copy is not None
+        began_seconds = active.waiting_since_seconds
+        assert began_seconds is not None
+        return PrefixArrival(
+            working_copy,
+            self._pool,
+            self._cache.slots(lease, 0, lease.matched_pages),
+            self._cache.loads.groups,
+            self._cache.loads.layered(lease) or (),
+            began_seconds + self._fetch_deadline_seconds,
+        )
