@@ -32,7 +32,7 @@ from engine.counters import EngineCounters
 from engine.loading import log_report
 from engine.models import LoadedModel
 from engine.request import Active, State
-from engine.runner import ModelRunner, Segment
+from engine.runner import ModelRunner, Runner, Segment
 from engine.sampling import sample
 from engine.scheduler import MOST_FORWARD_SECONDS, Work, admission_order, plan_step
 from engine.text import StopMatcher, new_detokenizer
@@ -81,9 +81,10 @@ class Turns:
         layout: PageLayout,
         settings: TurnSettings,
         clock: Clock,
+        runner: Runner | None = None,
     ) -> None:
         self._model = model
-        self._runner = ModelRunner(model)
+        self._runner = runner or ModelRunner(model)
         self._cache = cache
         self._device_pool = device_pool
         self._working_copies = working_copies

@@ -174,8 +174,8 @@ def test_watermarks_out_of_order_name_both_keys() -> None:
     assert "tiers.device.high_watermark (0.5)" in line
 
 
-def test_a_gpu_is_refused_with_what_works_instead() -> None:
-    assert "use cpu or auto" in only_problem({"model": {"device": "cuda"}})
+def test_which_gpu_is_chosen_is_said_elsewhere() -> None:
+    assert "CUDA_VISIBLE_DEVICES" in only_problem({"model": {"device": "cuda:1"}})
 
 
 def test_an_address_others_can_reach_needs_keys() -> None:

@@ -66,6 +66,9 @@ def supports(head_dim: int, page_tokens: int) -> bool:
 class TritonAttention:
     """Back end of `paged.PagedAttention`. One for a model: knows its shape and the device's width."""
 
+    can_be_recorded = True
+    """It looks at no number on the host but counts."""
+
     def __init__(self, shape: Shape, processors: int) -> None:
         """processors: how many programs run side by side at least; the device's multiprocessors."""
         assert shape.heads % shape.kv_heads == 0

@@ -20,7 +20,13 @@ from triton.compiler import ASTSource
 from engine.devices import triton_kernels
 
 TARGETS = (80, 90, 100)
-_MODEL: dict[str, object] = {"HEADS": 32, "GROUPS": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "PAGE_TOKENS": 16}
+_MODEL: dict[str, object] = {
+    "HEADS": 32,
+    "GROUPS": 4,
+    "HEAD_DIM": 128,
+    "BLOCK_D": 128,
+    "PAGE_TOKENS": 16,
+}
 _ATTEND = {**_MODEL, "PRECISION": "tf32", "WIDEN": False}
 _DECODE = {**_ATTEND, "BLOCK_M": 16, "BLOCK_N": 64, "SPLITS": 8}
 _PROMPT = {**_ATTEND, "BLOCK_M": 128, "BLOCK_N": 64, "SPLITS": 1}

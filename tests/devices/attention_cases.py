@@ -19,7 +19,9 @@ def tolerance(case: Case) -> float:
 
     The interpreter cuts digits off where a GPU rounds.
     """
-    largest = float(torch.cat([case.value, case.pages[:, 1].flatten(0, 1)]).nan_to_num(0).abs().max())
+    largest = float(
+        torch.cat([case.value, case.pages[:, 1].flatten(0, 1)]).nan_to_num(0).abs().max()
+    )
     return (2 * torch.finfo(case.query.dtype).eps + 4e-6) * largest
 
 

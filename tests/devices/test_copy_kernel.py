@@ -65,7 +65,9 @@ def run(
 ) -> subprocess.CompletedProcess[bytes]:
     """pairs are (target, source) slots in pools of 40 and 50 pages."""
     numbers = [len(pairs), *grid, *piece, 40, 50, *(slot for pair in pairs for slot in pair)]
-    return subprocess.run([program], input=" ".join(map(str, numbers)).encode(), capture_output=True)
+    return subprocess.run(
+        [program], input=" ".join(map(str, numbers)).encode(), capture_output=True
+    )
 
 
 @pytest.mark.parametrize(

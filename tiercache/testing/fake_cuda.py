@@ -59,14 +59,22 @@ class FakeCuda:
     """See the module and `cuda_runtime.CudaRuntime`. Thread-safe.
 
     most_pinned_bytes: pinning more than this in one piece fails.
-    copies_until_fault: the copy after so many is refused; -1 for none.
+    computes_at_once: whoever computes does it on this thread, outside of `compute`; what that has to
+        come behind is done when it is said.
+    copies_until_fault: the copy after so many is refused; below 0 for none.
     """
 
     def __init__(
-        self, order: Order = Order.LATE, seed: int = 0, most_pinned_bytes: int = 1 << 62
+        self,
+        order: Order = Order.LATE,
+        seed: int = 0,
+        most_pinned_bytes: int = 1 << 62,
+        *,
+        computes_at_once: bool = False,
     ) -> None:
         self.order = order
         self.most_pinned_bytes = most_pinned_bytes
+        self.computes_at_once = computes_at_once
         self.copies_until_fault = -1
         self.pinned: dict[int, int] = {}  # address → bytes of registered host memory
         self._streams: dict[int, deque[_Op]] = {COMPUTE: deque()}
@@ -180,6 +188,8 @@ class FakeCuda:
     def _ask(self, stream: int, op: _Op) -> None:
         with self._lock:
             self._streams[stream].append(op)
+            if stream == COMPUTE and self.computes_at_once:
+                self.rest(COMPUTE)
             if self.order is Order.LATE:
                 return
             while able := [s for s, ops in self._streams.items() if ops and self._is_free(ops[0])]:
@@ -207,9 +217,9 @@ class FakeCuda:
 
     def _count_copy(self) -> None:
         with self._lock:
-            if self.copies_until_fault == 0:
-                raise FakeCudaError("an illegal address was encountered")
             self.copies_until_fault -= 1
+            if self.copies_until_fault == -1:
+                raise FakeCudaError("an illegal address was encountered")
 
     def _must_be_pinned(self, address: int, size_bytes: int) -> None:
         if not any(

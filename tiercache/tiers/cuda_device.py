@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import ConfigError, TierError
 from tiercache.tiers.cuda_runtime import CudaRuntime, Direction, address_of
-from tiercache.tiers.device import POISON
+from tiercache.tiers.device import POISON, Asked, ignore
 from tiercache.types import Bytes, PageLayout, Slots
 
 if TYPE_CHECKING:
@@ -205,7 +205,9 @@ class CudaPassage:
         self._finished = False
         self._lock = threading.Lock()
 
-    def start_load(self, rows: Bytes, host_slots: Slots, device_slots: Slots) -> None:
+    def start_load(
+        self, rows: Bytes, host_slots: Slots, device_slots: Slots, asked: Asked = ignore
+    ) -> None:
         device = self._device
         runtime, stream = device.runtime, device.load_stream
         self._stream = stream
@@ -215,6 +217,7 @@ class CudaPassage:
                 self._copy(Direction.IN, part, rows, host_slots, device_slots)
                 runtime.record(group.event, stream)
                 group.asked.set()
+                asked(part.stop)
         except BaseException:
             self._fail()
             raise

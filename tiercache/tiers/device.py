@@ -13,12 +13,20 @@ made on the thread that computes when the copy is *planned*. From then on these 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from tiercache.types import Bytes, PageLayout, Slots
 
 POISON = 0xFF
 """The byte freed pages are filled with where that is asked for: every number format reads NaN."""
+
+
+Asked = Callable[[int], None]
+
+
+def ignore(_layers: int) -> None:
+    """For those who do not go by layers."""
 
 
 class Passage(Protocol):
@@ -29,8 +37,14 @@ class Passage(Protocol):
     DEVICE slot `device_slots[i]` are page i. Raises what the device reports.
     """
 
-    def start_load(self, rows: Bytes, host_slots: Slots, device_slots: Slots) -> None:
-        """Asks for host → DEVICE, layer group by layer group. Does not wait for bytes."""
+    def start_load(
+        self, rows: Bytes, host_slots: Slots, device_slots: Slots, asked: Asked = ignore
+    ) -> None:
+        """Asks for host → DEVICE, layer group by layer group. Does not wait for bytes.
+
+        `asked(n)` is called when the first n layers are asked for: `before_layer` of those does
+        not wait on the host any more.
+        """
 
     def start_store(self, rows: Bytes, device_slots: Slots, host_slots: Slots) -> None:
         """Asks for DEVICE → host. Does not wait for bytes."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tiercache.tiers.device import Device, Passage
+from tiercache.errors import TierError
+from tiercache.layers import LayerArrivals, LayerLost
+from tiercache.tiers.device import Asked, Device, Passage, ignore
 from tiercache.tiers.disk_facts import ReadOutcome
 from tiercache.tiers.memory import anonymous_block
 from tiercache.tiers.store import PageStore
@@ -65,20 +67,46 @@ class DeviceCarrier(Carrier):
         self._device = device
         self._staging = staging
         self._passages: dict[int, Passage] = {}
+        self._loads: dict[LayerArrivals, Passage] = {}
 
     def plan(self, job: Job) -> None:
         """Fixes what the job comes behind: all that has been computed until now."""
         if touches_device(job):
             self._passages[job.serial] = self._device.passage()
+            if isinstance(job, Move) and job.arrivals is not None:
+                self._loads[job.arrivals] = self._passages[job.serial]
 
-    def passage(self, job: Job) -> Passage | None:
-        """The passage of a job that was planned and has not ended."""
-        return self._passages.get(job.serial)
+    def before_layer(self, layer: int, loads: Iterable[LayerArrivals]) -> None:
+        """Puts what is asked of the compute stream from now on behind that layer of `loads`.
+
+        Loads that have ended are there. Raises LayerLost where one failed.
+        """
+        for arrivals in loads:
+            passage = self._loads.get(arrivals)
+            try:
+                if passage is not None:
+                    passage.before_layer(layer)
+            except TierError as error:
+                raise LayerLost(str(error)) from error
+
+    def carry(self, job: Job) -> Completion:
+        done = super().carry(job)
+        if isinstance(job, Move) and job.arrivals is not None and done.error:
+            job.arrivals.fail(done.error)
+        return done
+
+    def carry_layers(self, moves: Sequence[Move]) -> list[Completion]:
+        return [self.carry(move) for move in moves]
 
     def forget(self, job: Job) -> None:
         """A planned job that no worker began will never run."""
         if touches_device(job):
             self._passages.pop(job.serial).finish()
+            self._end_of_loading(job)
+
+    def _end_of_loading(self, job: Job) -> None:
+        if isinstance(job, Move) and job.arrivals is not None:
+            del self._loads[job.arrivals]
 
     def _move(self, move: Move) -> tuple[PageOutcome, ...]:
         if not touches_device(move):
@@ -91,6 +119,7 @@ class DeviceCarrier(Carrier):
         finally:
             passage.finish()
             del self._passages[move.serial]
+            self._end_of_loading(move)
 
     def _down(self, move: Move, passage: Passage) -> tuple[PageOutcome, ...]:
         (hop,) = move.hops
@@ -107,7 +136,8 @@ class DeviceCarrier(Carrier):
     def _up(self, move: Move, passage: Passage) -> tuple[PageOutcome, ...]:
         if move.source is Tier.HOST:
             (hop,) = move.hops
-            passage.start_load(self._pools[Tier.HOST].rows, move.source_slots, hop.slots)
+            rows = self._pools[Tier.HOST].rows
+            passage.start_load(rows, move.source_slots, hop.slots, _told_to(move.arrivals))
             return (PageOutcome.DONE,) * move.pages.size
         *through, last = move.hops
         if through:
@@ -127,6 +157,19 @@ class DeviceCarrier(Carrier):
         arrived = np.array([outcome is ReadOutcome.READ for outcome in outcomes], np.bool_)
         passage.start_load(rows, slots[arrived], move.hops[-1].slots[arrived])
         return tuple(READ_OUTCOMES[outcome] for outcome in outcomes)
+
+
+def _told_to(arrivals: LayerArrivals | None) -> Asked:
+    """Lets readers of a layer group go on as soon as its copies are asked for."""
+    if arrivals is None:
+        return ignore
+
+    def asked(layers: int) -> None:
+        for group in range(len(arrivals.groups)):
+            if arrivals.groups.layers(group).stop <= layers:
+                arrivals.arrive(group)
+
+    return asked
 
 
 def _first(count: int) -> Slots:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.tiers.device import POISON
+from tiercache.tiers.device import POISON, Asked, ignore
 from tiercache.tiers.memory import anonymous_block
 from tiercache.types import Bytes, PageLayout, Slots
 
@@ -21,12 +21,14 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.rows: Bytes = np.empty((0, 0), np.uint8)
+        self._layers = 0
 
     def allocate_pool(self, capacity_pages: int, layout: PageLayout) -> torch.Tensor:
         import torch
 
         block = anonymous_block(capacity_pages * layout.page_bytes, "tiers.device.capacity")
         self.rows = block.reshape(capacity_pages, layout.page_bytes)
+        self._layers = layout.layers
         dtype: torch.dtype = getattr(torch, layout.dtype)
         return torch.from_numpy(block).view(dtype).view(capacity_pages, *layout.shape)
 
@@ -34,7 +36,7 @@ class CpuDevice:
         """Any memory will do."""
 
     def passage(self) -> CpuPassage:
-        return CpuPassage(self.rows)
+        return CpuPassage(self.rows, self._layers)
 
     def poison(self, slots: Slots) -> None:
         self.rows[slots] = POISON
@@ -46,12 +48,16 @@ class CpuDevice:
 class CpuPassage:
     """See `device.Passage`. Row by row: one page is one block, and others run meanwhile."""
 
-    def __init__(self, device_rows: Bytes) -> None:
+    def __init__(self, device_rows: Bytes, layers: int) -> None:
         self._device_rows = device_rows
+        self._layers = layers
 
-    def start_load(self, rows: Bytes, host_slots: Slots, device_slots: Slots) -> None:
+    def start_load(
+        self, rows: Bytes, host_slots: Slots, device_slots: Slots, asked: Asked = ignore
+    ) -> None:
         for source, target in zip(host_slots.tolist(), device_slots.tolist(), strict=True):
             self._device_rows[target] = rows[source]
+        asked(self._layers)
 
     def start_store(self, rows: Bytes, device_slots: Slots, host_slots: Slots) -> None:
         for source, target in zip(device_slots.tolist(), host_slots.tolist(), strict=True):
