@@ -255,8 +255,8 @@ def choose_attention(
             return TritonAttention(shape, _processors(device))
     if name == "triton":
         raise ConfigError(
-            f"engine.attention: triton serves page_tokens that are a power of two and heads of 64 to"
-            f" 256; these are {layout.page_tokens} and {layout.head_dim}"
+            "attention: triton serves page_tokens that are a power of two and heads of 64 to 256;"
+            f" these are {layout.page_tokens} and {layout.head_dim}"
         )
     return GatherAttention()
 

@@ -64,7 +64,7 @@ def supports(head_dim: int, page_tokens: int) -> bool:
 
 
 class TritonAttention:
-    """Back end of `paged.PagedAttention`. One for a model: knows its shape and the device's width."""
+    """Back end of `paged.PagedAttention`. Knows a model's shape and the device's width."""
 
     can_be_recorded = True
     """It looks at no number on the host but counts."""

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tiercache.errors import ConfigError, TierError
@@ -58,7 +59,7 @@ def layer_groups(layers: int, page_bytes: int, engine_bytes: int) -> tuple[Layer
     edges = [layers * group // count for group in range(count + 1)]
     return tuple(
         LayerGroup(first, stop, first * layer_bytes, (stop - first) * layer_bytes)
-        for first, stop in zip(edges, edges[1:], strict=False)
+        for first, stop in pairwise(edges)
     )
 
 
