@@ -327,6 +327,9 @@ class EngineConfig(_Section):
         default="auto", description="Bytes for contiguous KV of running requests on CPU, or auto."
     )
     threads: CountOrAuto = Field(default="auto", description="Compute threads, 1 to 1024, or auto.")
+    attention: Literal["auto", "triton", "flashinfer", "gather"] = Field(
+        default="auto", description="What computes attention on a GPU; auto is triton where it can."
+    )
     decode_graphs: bool = Field(
         default=False,
         description="Record decoding steps on a GPU and replay them, where that can be.",

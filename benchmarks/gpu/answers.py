@@ -118,7 +118,7 @@ def _in_pages(
         (40, *layout.shape), torch.nan, device=ground.torch_device,
         dtype=getattr(torch, layout.dtype),
     )  # fmt: skip
-    name = "gather" if ground.rehearses else ""  # interpreted kernels would take minutes
+    name = "gather" if ground.rehearses else "auto"  # interpreted kernels would take minutes
     attention = choose_attention(model, layout, ground.torch_device, name)
     runner, copy, logits = PagedRunner(model, pool, attention), PagedCopy(), []
     copy.slots = np.random.default_rng(0).permutation(40)[:20].astype(np.int32)

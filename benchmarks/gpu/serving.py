@@ -36,7 +36,7 @@ class Serving:
         self.world.host.rows[:] = 0
         model = loaded(ground.model(), ground.dtype)
         attention = choose_attention(
-            model, self.world.layout, ground.torch_device, "gather" if ground.rehearses else ""
+            model, self.world.layout, ground.torch_device, "gather" if ground.rehearses else "auto"
         )
         recorded = None
         if graphs:

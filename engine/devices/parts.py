@@ -44,8 +44,10 @@ _GPU_PREFERS = "bfloat16"
 class Parts(Protocol):
     """See the module. Methods are called once each, in this order."""
 
-    device: Device
     needs_working_copies: bool
+
+    @property
+    def device(self) -> Device: ...
 
     def model_options(self, config: Config) -> dict[str, Any]:
         """What `load_model` is to be told."""
@@ -140,7 +142,7 @@ class CpuParts:
 
 
 class PagedParts:
-    """See `Parts`. `attention` names the back end, by default the best there is."""
+    """See `Parts`. `attention` names the back end where that is not left to the configuration."""
 
     needs_working_copies = False
 
@@ -195,7 +197,9 @@ class PagedParts:
         clock: Clock,
     ) -> Turns:
         assert self._carrier is not None
-        attention = choose_attention(model, layout, self.device.name, self._attention)
+        attention = choose_attention(
+            model, layout, self.device.name, self._attention or config.engine.attention
+        )
         log.info("attention over pages: %s", type(attention).__name__)
         graphs = None
         if config.engine.decode_graphs and self.device.name == "cuda":
@@ -232,16 +236,18 @@ def decode_graphs(
 
 
 def choose_attention(
-    model: LoadedModel, layout: PageLayout, device: str, name: str = ""
+    model: LoadedModel, layout: PageLayout, device: str, name: str = "auto"
 ) -> PagedAttention:
-    """`triton`, `flashinfer` or `gather`; without a name the first of the two kernels that serve
-    the shapes, else `gather`."""
+    """`triton`, `flashinfer` or `gather`; `auto` is triton where it serves the shapes, else gather.
+
+    Raises ConfigError where the one that is named cannot be had.
+    """
     heads = int(model.model.config.num_attention_heads)
     if name == "flashinfer":
         from engine.devices.flashinfer_attention import FlashInferAttention
 
         return FlashInferAttention(heads, layout, device)
-    if name in ("", "triton") and find_spec("triton") is not None:
+    if name in ("auto", "triton") and find_spec("triton") is not None:
         from engine.devices.triton_attention import Shape, TritonAttention, supports
 
         if supports(layout.head_dim, layout.page_tokens):
@@ -255,8 +261,8 @@ def choose_attention(
             return TritonAttention(shape, _processors(device))
     if name == "triton":
         raise ConfigError(
-            "attention: triton serves page_tokens that are a power of two and heads of 64 to 256;"
-            f" these are {layout.page_tokens} and {layout.head_dim}"
+            "engine.attention: triton serves page_tokens that are a power of two and heads of 64"
+            f" to 256; these are {layout.page_tokens} and {layout.head_dim}"
         )
     return GatherAttention()
 

@@ -20,6 +20,11 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter has no products of bfloat16: it multiplies their bits as integers."""
 
 
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`."""
+    return 1 << (least - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What of the model decides the tiles."""
@@ -36,11 +41,11 @@ class Shape:
 
     @property
     def block_d(self) -> int:
-        return triton.next_power_of_2(self.head_dim)
+        return power_of_two(self.head_dim)
 
     def rows(self, tokens: int) -> int:
         """Rows of a tile for `tokens` tokens: a power of two."""
-        return max(_LEAST_ROWS, triton.next_power_of_2(self.groups * tokens))
+        return max(_LEAST_ROWS, power_of_two(self.groups * tokens))
 
     @property
     def prompt_rows(self) -> int:
@@ -114,8 +119,7 @@ class TritonAttention:
         programs = decodes * self.shape.kv_heads
         wanted = -(-2 * self._processors // programs)
         most = -(-max_keys // (4 * self.shape.keys))
-        splits: int = triton.next_power_of_2(max(1, min(wanted, most, _MOST_SPLITS)))
-        return splits
+        return power_of_two(max(1, min(wanted, most, _MOST_SPLITS)))
 
     def _run(
         self,
@@ -156,5 +160,5 @@ class TritonAttention:
                 partial, lse, output, batch.decode_rows,
                 output.stride(0), output.stride(1), batch.tokens,
                 HEADS=shape.heads, HEAD_DIM=shape.head_dim, BLOCK_D=shape.block_d,
-                SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+                SPLITS=splits, BLOCK_S=splits, num_warps=4,
             )  # fmt: skip

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.devices.paged import PagedAttention
 from engine.devices.paged_batch import PagedBatch, PagedRequest, build_batch
-from engine.devices.triton_attention import Shape, TritonAttention
+from engine.devices.triton_attention import Shape
 
 SCALE = 0.25
 
@@ -105,7 +106,7 @@ def reference(case: Case) -> torch.Tensor:
     return output
 
 
-def assert_attends(case: Case, attention: TritonAttention) -> None:
+def assert_attends(case: Case, attention: PagedAttention) -> None:
     """The kernels give the reference, write exactly the new tokens, and touch nothing else."""
     expected, before = reference(case), case.pool.clone()
     attention.write(case.key, case.value, case.pages, case.batch)

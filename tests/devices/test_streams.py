@@ -19,7 +19,7 @@ from tiercache.types import Bytes, PageLayout, Slots
 LAYOUT = PageLayout(layers=4, kv_heads=1, head_dim=16, page_tokens=2, dtype="bfloat16")
 PAGES = 6
 BY_ENGINE, BY_KERNEL = 64, 1 << 20
-"""Sizes from which on pages are copied one by one: these pages are above one and below the other."""
+"""Sizes from which on pages are copied one by one: these are above one, below the other."""
 
 
 class DeafCuda(FakeCuda):

@@ -59,8 +59,8 @@ class FakeCuda:
     """See the module and `cuda_runtime.CudaRuntime`. Thread-safe.
 
     most_pinned_bytes: pinning more than this in one piece fails.
-    computes_at_once: whoever computes does it on this thread, outside of `compute`; what that has to
-        come behind is done when it is said.
+    computes_at_once: whoever computes does it on this thread, outside of `compute`; what
+        that has to come behind is done when it is said.
     copies_until_fault: the copy after so many is refused; below 0 for none.
     """
 

@@ -6,9 +6,9 @@
     store      └──→ copies ──● done
 
 Loads and stores have a stream each, so both directions of the bus work at once. A page is one
-contiguous block in the pool and in host memory. Big pages are copied by the copy engine, which takes
-nothing from whoever computes; of pages below `ENGINE_BYTES` so many would be needed that asking for
-them costs more than copying them, and a kernel copies them all at once.
+contiguous block in the pool and in host memory. Big pages are copied by the copy engine, which
+takes nothing from whoever computes. Of pages below `ENGINE_BYTES` there are so many that asking for
+each costs more than copying it, and a kernel copies them all at once.
 """
 
 from __future__ import annotations
