@@ -7,6 +7,7 @@ the longest context, and attention is cut as for that. What does not fit is comp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ from engine.devices.paged_batch import (
     places,
 )
 from tiercache.types import Tokens
+
+log = logging.getLogger("tiercache")
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Batch sizes that are recorded, each when it is first needed."""
@@ -104,7 +107,12 @@ class DecodeGraphs:
         if size is None or not fits:
             return None
         if size not in self._recorded:
-            self._recorded[size] = self._record(size, compute)
+            try:
+                self._recorded[size] = self._record(size, compute)
+            except RuntimeError as error:  # what CUDA says to a pass that cannot be recorded
+                log.warning("engine.decode_graphs: switched off, recording failed: %s", error)
+                self._sizes = ()
+                return None
         recorded = self._recorded[size]
         self._fill(recorded, requests, tokens)
         recorded.replay()

@@ -16,6 +16,8 @@ HEAD_DIMS = (64, 256)
 _LEAST_ROWS = 16
 """A matrix product has at least so many rows."""
 _MOST_SPLITS = 64
+STAGES = 2
+"""Blocks of keys that are on their way while one is computed with."""
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter has no products of bfloat16: it multiplies their bits as integers."""
 
@@ -66,6 +68,11 @@ def supports(head_dim: int, page_tokens: int) -> bool:
     """Whether the kernels serve these sizes; others are computed by gathering."""
     least, most = HEAD_DIMS
     return least <= head_dim <= most and page_tokens & (page_tokens - 1) == 0
+
+
+def warps(rows: int) -> int:
+    """For a program whose tile has so many rows."""
+    return 4 if rows <= 64 else 8
 
 
 class TritonAttention:
@@ -153,7 +160,7 @@ class TritonAttention:
             BLOCK_M=block_m, BLOCK_N=shape.keys, SPLITS=splits,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             WIDEN=_INTERPRETED and query.dtype == torch.bfloat16,
-            num_warps=4 if block_m <= 64 else 8, num_stages=2,
+            num_warps=warps(block_m), num_stages=STAGES,
         )  # fmt: skip
         if splits > 1:
             kernels.merge_kernel[(count, shape.heads)](
