@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.ground import Ground, Row
+from engine.devices.choose import choose_attention
 from engine.devices.paged import PagedCopy, PagedRunner
-from engine.devices.parts import choose_attention
 from engine.models import LoadedModel
 from engine.runner import ModelRunner, Segment
 from engine.working_copy import WorkingCopyPool

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.gpu.answers import loaded
 from benchmarks.gpu.ground import Ground, Row, World, at_least, shuffled, span
+from engine.devices.choose import choose_attention
 from engine.devices.graphs import CudaRecorder, DecodeGraphs
 from engine.devices.paged import PagedCopy, PagedRunner
-from engine.devices.parts import choose_attention
 from engine.runner import Segment
 from tiercache.types import Slots
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,14 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.attention import UNSUPPORTED
-from engine.devices.graphs import DecodeGraphs
 from engine.devices.paged_batch import PagedBatch, PagedRequest, build_batch
-from engine.models.load import LoadedModel
-from engine.runner import Segment
 from tiercache.errors import ConfigError
 from tiercache.types import Slots
+
+if TYPE_CHECKING:
+    from engine.devices.graphs import DecodeGraphs
+    from engine.models.load import LoadedModel
+    from engine.runner import Segment
 
 PAGED_ATTENTION = "tiercache-paged"
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
@@ -20,6 +19,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from engine.models.progress import Report
 from tiercache.errors import ConfigError
+
+if TYPE_CHECKING:  # wanted once in a folder's life
+    from gguf import GGUFReader
 
 CONVERSION = 1
 """Raised whenever the same GGUF would convert into other files."""
@@ -46,7 +48,9 @@ CONTROL_TOKEN = 3  # GGUF's token type of markers such as <|im_start|>
 
 def convert_llama_gguf(path: Path, folder: Path, report: Report) -> None:
     """Writes config, generation config, weights and tokenizer of `path` into the empty `folder`."""
-    reader = gguf.GGUFReader(str(path))
+    from gguf import GGUFReader
+
+    reader = GGUFReader(str(path))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if (fields["general.architecture"], fields["tokenizer.ggml.model"]) != ("llama", "gpt2"):
         raise ConfigError(f"model.source: {path} is not a Llama-type GGUF with byte-level BPE")
@@ -85,7 +89,9 @@ def _config(fields: dict[str, Any], *, tied: bool) -> LlamaConfig:
     )
 
 
-def _weights(reader: gguf.GGUFReader, fields: dict[str, Any], report: Report) -> dict[str, Array]:
+def _weights(reader: GGUFReader, fields: dict[str, Any], report: Report) -> dict[str, Array]:
+    from gguf import quants
+
     row_heads = {
         "attn_q": fields["llama.attention.head_count"],
         "attn_k": fields["llama.attention.head_count_kv"],
@@ -93,7 +99,7 @@ def _weights(reader: gguf.GGUFReader, fields: dict[str, Any], report: Report) ->
     weights: dict[str, Array] = {}
     for index, tensor in enumerate(reader.tensors, start=1):
         *block, kind, _ = tensor.name.split(".")
-        values = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        values = np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
         if kind in row_heads:
             values = _unpermute(values, row_heads[kind])
         prefix = f"model.layers.{block[1]}." if block else ""

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.devices.choose import choose_attention
 from engine.devices.gather_attention import GatherAttention
 from engine.devices.graphs import DecodeGraphs
 from engine.devices.paged import PagedCopy, PagedRunner
-from engine.devices.parts import choose_attention, decode_graphs
+from engine.devices.parts import decode_graphs
 from engine.models import LoadedModel, load_model
 from engine.runner import Segment
 from tiercache.config import Config

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine.build import build_engine
+from engine.devices.choose import choose_attention
 from engine.devices.gather_attention import GatherAttention
-from engine.devices.parts import PagedParts, choose_attention, choose_parts
+from engine.devices.parts import PagedParts, choose_parts
 from engine.devices.triton_attention import TritonAttention
 from engine.models import load_model
 from tiercache.config import parse_config
@@ -60,7 +61,7 @@ def test_shapes_choose_the_back_end(model_folder: Path, tmp_path: Path) -> None:
 def test_nothing_of_a_gpu_is_loaded_by_an_engine_on_a_processor() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; sys.modules['cupy'] = None\n"
-        "import engine.build, tiercache.tiers.cuda_device, server.cli\n"
+        "import engine.build, tiercache.tiers.cuda_device\n"
         "from engine.devices.parts import choose_parts\n"
         "from tiercache.config import parse_config\n"
         "choose_parts(parse_config({'model': {'device': 'cpu'}}))\n"
