@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -118,12 +119,18 @@ def _hidden(serving: Serving, context: int) -> Iterator[Row]:
 
 
 def _overlapped(serving: Serving, slots: Slots, pages: int, held: int, end: int) -> None:
-    """The load is asked for, then computing begins; each layer waits for its group alone."""
+    """A worker asks for the load while computing begins; each layer waits for its group alone."""
     world = serving.world
     passage = world.device.passage()
-    passage.start_load(world.host.rows, span(pages), slots[:pages])
+
+    def load() -> None:
+        passage.start_load(world.host.rows, span(pages), slots[:pages])
+        passage.finish()
+
+    worker = threading.Thread(target=load)
+    worker.start()
     serving.first_token(slots, held, end, passage.before_layer)
-    passage.finish()
+    worker.join()
 
 
 def _from_disk(serving: Serving, slots: Slots, pages: int, held: int, end: int) -> float:

@@ -132,6 +132,7 @@ class DecodeGraphs:
             places=whole(np.full(size, NOBODY, np.int64)),
             decode_rows=whole(rows[:-1].copy()),
             decode_tiles=Tiles(whole(rows[:-1].copy()), whole(np.zeros(size, np.int32))),
+            prompt_rows=whole(rows[:0].copy()),
             prompt_tiles=None,
             page_tokens=self._page_tokens,
             max_keys=self._width * self._page_tokens,

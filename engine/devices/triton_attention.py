@@ -112,18 +112,22 @@ class TritonAttention:
         """
         assert query.stride(2) == pages.stride(4) == 1
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        decodes, prompts = self.shape.rows(1), self.shape.prompt_rows
         if batch.prompt_tiles is not None:
-            self._run(query, pages, batch, scale, output, batch.prompt_tiles, decodes=False)
+            rows = batch.prompt_rows
+            self._run(query, pages, batch, scale, output, batch.prompt_tiles, rows, prompts)
         if batch.decode_rows.numel():
-            self._run(query, pages, batch, scale, output, batch.decode_tiles, decodes=True)
+            rows = batch.decode_rows
+            self._run(query, pages, batch, scale, output, batch.decode_tiles, rows, decodes)
         return output
 
-    def splits(self, decodes: int, max_keys: int) -> int:
-        """Into how many pieces a context is cut so that every multiprocessor has work.
+    def splits(self, tiles: int, max_keys: int) -> int:
+        """Into how many pieces contexts are cut so that every multiprocessor has work.
 
-        Depends on counts only, never on a tensor's values: a recorded graph stays right.
+        A few decodes want it, and so does a short question behind a long prefix. Depends on counts
+        only, never on a tensor's values: a recorded graph stays right.
         """
-        programs = decodes * self.shape.kv_heads
+        programs = tiles * self.shape.kv_heads
         wanted = -(-2 * self._processors // programs)
         most = -(-max_keys // (4 * self.shape.keys))
         return power_of_two(max(1, min(wanted, most, _MOST_SPLITS)))
@@ -136,18 +140,18 @@ class TritonAttention:
         scale: float,
         output: torch.Tensor,
         tiles: Tiles,
-        *,
-        decodes: bool,
+        rows: torch.Tensor,
+        block_m: int,
     ) -> None:
+        """rows are those that the tiles cover, block_m is how many a tile has."""
         shape = self.shape
         count = int(tiles.request.shape[0])
-        splits = self.splits(count, batch.max_keys) if decodes else 1
+        splits = self.splits(count, batch.max_keys)
         partial, lse = output, output  # not read with one split
         if splits > 1:
-            rows = splits * batch.tokens * shape.heads
-            partial = torch.empty(rows * shape.head_dim, dtype=torch.float32, device=query.device)
-            lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-        block_m = shape.rows(1) if decodes else shape.prompt_rows
+            sums = splits * batch.tokens * shape.heads
+            partial = torch.empty(sums * shape.head_dim, dtype=torch.float32, device=query.device)
+            lse = torch.empty(sums, dtype=torch.float32, device=query.device)
         kernels.attend_kernel[(count, shape.kv_heads, splits)](
             query, pages, output, partial, lse,
             batch.page_table, batch.first_rows, batch.positions, tiles.request, tiles.token,
@@ -163,8 +167,8 @@ class TritonAttention:
             num_warps=warps(block_m), num_stages=STAGES,
         )  # fmt: skip
         if splits > 1:
-            kernels.merge_kernel[(count, shape.heads)](
-                partial, lse, output, batch.decode_rows,
+            kernels.merge_kernel[(int(rows.shape[0]), shape.heads)](
+                partial, lse, output, rows,
                 output.stride(0), output.stride(1), batch.tokens,
                 HEADS=shape.heads, HEAD_DIM=shape.head_dim, BLOCK_D=shape.block_d,
                 SPLITS=splits, BLOCK_S=splits, num_warps=4,

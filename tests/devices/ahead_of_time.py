@@ -1,9 +1,9 @@
 """Compiles the attention kernels for cards that are not here, and says how they reach memory.
 
 A program of its own (`python -m tests.devices.ahead_of_time`): in the tests' process kernels belong
-to the interpreter. Prints a JSON object a kernel: `kernel`, `target`, `head_dim`, `copies` (bytes of
-each asynchronous copy to shared memory), `loads` and `stores` (kinds of direct access) and `shared`
-(bytes of shared memory a program takes).
+to the interpreter. Prints a JSON object a kernel: `kernel`, `target`, `head_dim`, `copies` (bytes
+of each asynchronous copy to shared memory), `loads` and `stores` (kinds of direct access) and
+`shared` (bytes of shared memory a program takes).
 """
 
 from __future__ import annotations

@@ -221,12 +221,20 @@ def test_memory_that_cannot_be_pinned_at_once_is_pinned_in_pieces_of_whole_pages
     assert sum(cuda.pinned.values()) == rows.nbytes
     rows[:] = np.arange(40, dtype=np.uint8)[:, None]
     everywhere = np.arange(40, dtype=np.int32)
-    passage = device.passage()
-    passage.start_load(rows, everywhere, everywhere[::-1].copy())
-    passage.finish()
-    assert (pool == rows[::-1]).all()
+    for there in (everywhere[::-1].copy(), everywhere):  # one by one, and all in a run
+        passage = device.passage()
+        passage.start_load(rows, everywhere, there)
+        passage.finish()
+        assert (pool[there] == rows).all()
     device.close()
     assert not cuda.pinned
+
+
+def test_neighbours_on_both_sides_are_asked_for_as_one() -> None:
+    device = World(FakeCuda(), BY_ENGINE).device
+    runs = list(device.runs(0, slots(4, 5, 6, 2, 3, 1), slots(0, 1, 2, 3, 5, 6)))
+    assert runs == [(4, 0, 3), (2, 3, 1), (3, 5, 1), (1, 6, 1)]
+    assert list(device.runs(0, slots(), slots())) == []
 
 
 def test_memory_that_cannot_be_pinned_at_all_is_refused_by_its_setting() -> None:

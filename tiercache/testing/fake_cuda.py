@@ -119,10 +119,23 @@ class FakeCuda:
             if ticket is not None:
                 self._force(ticket)
 
-    def copy(self, target: int, source: int, size_bytes: int, way: Direction, stream: int) -> None:
-        self._count_copy()
-        self._must_be_pinned(source if way is Direction.IN else target, size_bytes)
-        self._ask(stream, _Op(lambda: _move(target, source, size_bytes)))
+    def copy(
+        self,
+        target: int,
+        source: int,
+        size_bytes: int,
+        way: Direction,
+        stream: int,
+        *,
+        count: int = 1,
+        pitch_bytes: int = 0,
+    ) -> None:
+        whole = (count - 1) * pitch_bytes + size_bytes
+        self._must_be_pinned(source if way is Direction.IN else target, whole)
+        for begin in range(0, count * pitch_bytes or 1, pitch_bytes or 1):
+            self._count_copy()
+            there, here = target + begin, source + begin
+            self._ask(stream, _Op(lambda t=there, s=here: _move(t, s, size_bytes)))  # type: ignore[misc]
 
     def copy_pages(
         self,

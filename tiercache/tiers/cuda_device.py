@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tiercache.errors import ConfigError, TierError
 from tiercache.tiers.cuda_runtime import CudaRuntime, Direction, address_of
@@ -78,6 +80,7 @@ class CudaDevice:
         self.pool_address = 0
         self._pool: torch.Tensor | None = None
         self._pinned: list[int] = []
+        self._piece_pages: dict[int, int] = {}  # host address → pages in a pinned piece
         self._events: list[int] = []
         self._lock = threading.Lock()
 
@@ -117,13 +120,15 @@ class CudaDevice:
         not even small pieces can be had.
         """
         unit = math.lcm(rows.shape[1], mmap.PAGESIZE)
-        for limit in (rows.nbytes, *PINNING_BYTES):
+        for limit in (rows.nbytes + unit, *PINNING_BYTES):
             piece_bytes = max(1, limit // unit) * unit
             try:
                 self._pin(address_of(rows), rows.nbytes, piece_bytes)
             except Exception as error:  # whatever CUDA calls it
                 refusal = error
             else:
+                if piece_bytes < rows.nbytes:
+                    self._piece_pages[address_of(rows)] = piece_bytes // rows.shape[1]
                 return
         raise ConfigError(
             f"tiers.host.capacity: {rows.nbytes} bytes cannot be pinned for the GPU"
@@ -152,6 +157,23 @@ class CudaDevice:
         stream = self.runtime.compute_stream()
         for slot in slots.tolist():
             self.runtime.fill(self.slot_address(slot), POISON, self.page_bytes, stream)
+
+    def runs(
+        self, host: int, host_slots: Slots, device_slots: Slots
+    ) -> Iterator[tuple[int, int, int]]:
+        """(first host slot, first DEVICE slot, pages) of neighbours on both sides.
+
+        Asking costs as much as a fraction of a page, so neighbours are asked for as one. A run ends
+        where another pinned piece of host memory begins.
+        """
+        if not host_slots.size:
+            return
+        parts = (np.diff(host_slots) != 1) | (np.diff(device_slots) != 1)
+        if piece := self._piece_pages.get(host, 0):
+            parts |= np.diff(host_slots // piece) != 0
+        begins = [0, *(np.flatnonzero(parts) + 1).tolist()]
+        for begin, end in pairwise([*begins, host_slots.size]):
+            yield int(host_slots[begin]), int(device_slots[begin]), end - begin
 
     def slot_address(self, slot: int) -> int:
         return self.pool_address + slot * self.page_bytes
@@ -245,11 +267,13 @@ class CudaPassage:
                 sides = (host, host_slots, pool, device_slots)
             device.runtime.copy_pages(*sides, page_bytes, part.begin, part.size_bytes, stream)
             return
-        for host_slot, slot in zip(host_slots.tolist(), device_slots.tolist(), strict=True):
+        for host_slot, slot, count in device.runs(host, host_slots, device_slots):
             there = pool + slot * page_bytes + part.begin
             here = host + host_slot * page_bytes + part.begin
             ends = (there, here) if way is Direction.IN else (here, there)
-            device.runtime.copy(*ends, part.size_bytes, way, stream)
+            device.runtime.copy(
+                *ends, part.size_bytes, way, stream, count=count, pitch_bytes=page_bytes
+            )
 
     def finish(self) -> None:
         if self._finished:

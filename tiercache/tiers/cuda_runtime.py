@@ -52,8 +52,21 @@ class CudaRuntime(Protocol):
     def synchronize(self, event: int) -> None:
         """Blocks the calling thread until the event, as last recorded, has happened."""
 
-    def copy(self, target: int, source: int, size_bytes: int, way: Direction, stream: int) -> None:
-        """One contiguous piece, by the copy engine. Host memory must be registered."""
+    def copy(
+        self,
+        target: int,
+        source: int,
+        size_bytes: int,
+        way: Direction,
+        stream: int,
+        *,
+        count: int = 1,
+        pitch_bytes: int = 0,
+    ) -> None:
+        """`count` pieces, `pitch_bytes` apart on both sides, by the copy engine.
+
+        Host memory must be registered, all of it in one piece.
+        """
 
     def copy_pages(
         self,
@@ -124,8 +137,23 @@ class CupyRuntime:
     def synchronize(self, event: int) -> None:
         self._cuda.eventSynchronize(event)
 
-    def copy(self, target: int, source: int, size_bytes: int, way: Direction, stream: int) -> None:
-        self._cuda.memcpyAsync(target, source, size_bytes, int(way), stream)
+    def copy(
+        self,
+        target: int,
+        source: int,
+        size_bytes: int,
+        way: Direction,
+        stream: int,
+        *,
+        count: int = 1,
+        pitch_bytes: int = 0,
+    ) -> None:
+        if count == 1:
+            self._cuda.memcpyAsync(target, source, size_bytes, int(way), stream)
+        else:
+            self._cuda.memcpy2DAsync(
+                target, pitch_bytes, source, pitch_bytes, size_bytes, count, int(way), stream
+            )
 
     def copy_pages(
         self,
@@ -153,6 +181,7 @@ class CupyRuntime:
 
     def _launch(self, stream: int, *values: Any) -> None:
         """CUDA copies the values before the launch returns."""
+        self._cuda.setDevice(0)  # the driver wants to know on each thread; it costs nothing
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         self._driver.launchKernel(
             self._kernel.kernel.ptr,
