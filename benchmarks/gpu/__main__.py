@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -124,6 +125,8 @@ def _tests(rehearses: bool, left_seconds: float) -> Iterator[dict[str, Any]]:
         "gpu",
         "-p",
         "no:cacheprovider",
+        "-W",
+        "default",  # the machine's own packages may warn of what they like
     ]
     if rehearses:
         command.append("--collect-only")
@@ -176,6 +179,8 @@ def _machine(rehearses: bool) -> dict[str, Any]:
 
 
 def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )
