@@ -259,6 +259,7 @@ def main() -> None:
     print_states(result, floor, long_tokens)
 
     if options.first_table:
+        save("prefix-states", measured_on, {"floor_seconds": floor, "states": result})
         return
     cells: dict[str, dict[str, Any]] = {}
     for tokens, runs in ((short_tokens, 1 if quick else 3), (long_tokens, 1)):

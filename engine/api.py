@@ -53,6 +53,10 @@ class GenerationRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
+    tenant: str = ""
+    """Whose turn it is: tenants take turns in the queue."""
+    ignore_eos: bool = False
+    """Go on to the limit where the model would end."""
 
 
 LOAD_SECONDS_KINDS = ("expected", "actual")

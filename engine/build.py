@@ -132,6 +132,8 @@ def _join(
         clock,
     )
 
+    turns.warm_up()
+
     def close() -> None:
         populator.stop()
         _close(cache, transfers, store, wake, config.server.shutdown_write_seconds)

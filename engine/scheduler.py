@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.request import Active
@@ -41,6 +43,35 @@ def admission_order(
     ]
     order = sorted(range(len(waiting)), key=ranks.__getitem__)
     return [waiting[index] for index in order]
+
+
+def fair_head(waiting: Iterable[Active], limit: int) -> list[Active]:
+    """The first `limit` of a queue when tenants take turns; the queue's order within each.
+
+    A tenant with a thousand requests in the queue hides nobody who came after them.
+    """
+    rounds: defaultdict[int, list[Active]] = defaultdict(list)
+    seen: Counter[str] = Counter()
+    for active in waiting:
+        tenant = active.request.tenant
+        if seen[tenant] < limit:
+            rounds[seen[tenant]].append(active)
+            seen[tenant] += 1
+    taking_turns = (active for turn in sorted(rounds) for active in rounds[turn])
+    return list(itertools.islice(taking_turns, limit))
+
+
+def take_turns(ordered: Sequence[Active], admitted: Iterable[Active]) -> list[Active]:
+    """`ordered`, so that whoever's tenant has least running and before it comes first.
+
+    Who is equal in that keeps the order given; with one tenant nothing changes.
+    """
+    running = Counter(active.request.tenant for active in admitted)
+    places: dict[int, int] = {}
+    for active in ordered:
+        places[id(active)] = running[active.request.tenant]
+        running[active.request.tenant] += 1
+    return sorted(ordered, key=lambda active: places[id(active)])
 
 
 def plan_step(running: Sequence[Active], chunk_tokens: int) -> list[Work]:

@@ -10,7 +10,6 @@ go back, and there is no other place.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,8 +33,16 @@ from engine.models import LoadedModel
 from engine.request import Active, State
 from engine.runner import ModelRunner, Runner, Segment
 from engine.sampling import sample
-from engine.scheduler import MOST_FORWARD_SECONDS, Work, admission_order, plan_step
+from engine.scheduler import (
+    MOST_FORWARD_SECONDS,
+    Work,
+    admission_order,
+    fair_head,
+    plan_step,
+    take_turns,
+)
 from engine.text import StopMatcher, new_detokenizer
+from engine.warmup import warm_up
 from engine.working_copy import WorkingCopyPool
 from tiercache.cache import TierCache
 from tiercache.clock import Clock
@@ -99,6 +106,13 @@ class Turns:
         self._outbox: list[tuple[EventSink, Event]] = []
         self._drain_deadline_seconds: float | None = None
         self.counters = EngineCounters()
+
+    def warm_up(self) -> None:
+        """Runs the model once before the first request, and notes how fast it computes."""
+        for one in warm_up(self._runner, self._working_copies, self._settings.max_context_tokens):
+            self._prefill_seconds_per_token = one.seconds / one.tokens
+            if self._cache.gate is not None:
+                self._cache.gate.prefill.saw(one.position, one.tokens, one.seconds)
 
     # Commands
 
@@ -197,12 +211,13 @@ class Turns:
             self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
 
     def _in_order(self) -> list[Active]:
-        """The head of the queue in the order of admission."""
-        head = list(itertools.islice(self._waiting, _LOOK_AHEAD_REQUESTS))
+        """The head of the queue in the order of admission; tenants take turns."""
+        head = fair_head(self._waiting, _LOOK_AHEAD_REQUESTS)
         if len(head) < 2:
             return head
         resident = [self._cache.stored_tokens(one.namespace, one.tokens) for one in head]
-        return admission_order(head, resident, self._prefill_seconds_per_token)
+        order = admission_order(head, resident, self._prefill_seconds_per_token)
+        return take_turns(order, self._admitted)
 
     def _waits_for_pages(self, active: Active) -> bool:
         """Whether pages are being read for this queued request, within its patience."""
@@ -297,14 +312,13 @@ class Turns:
             if not active.prefix_pending:
                 active.waiting_since_seconds = None
         elif self._is_out_of_patience(active):
-            self._load_is_late(active, lease)
+            self._load_is_late(active)
 
-    def _load_is_late(self, active: Active, lease: Lease) -> None:
-        """What was measured and takes longer all the same is weighed again, once, by what has been
-        measured since; otherwise the request goes on with what has arrived."""
-        decision = lease.decision
-        was_slow = decision is not None and decision.is_measured
-        if was_slow and not active.reconsidered:
+    def _load_is_late(self, active: Active) -> None:
+        """What takes longer than expected is weighed again, once, by what has been measured since;
+        otherwise the request goes on with what has arrived."""
+        was_expected = self._patience(active) < self._settings.fetch_deadline_seconds
+        if was_expected and not active.reconsidered:
             active.reconsidered = True
             self._put_back(active)
         else:
@@ -385,7 +399,8 @@ class Turns:
                 self._take_token(active, token)
         seconds = self._clock.now_seconds() - started
         self.counters.step_seconds.observe(seconds)
-        self._note_speed(work, seconds)
+        if not any(arrivals.values()):  # a step that brought a prefix in did more than compute
+            self._note_speed(work, seconds)
 
     def _note_speed(self, work: Sequence[Work], seconds: float) -> None:
         """Keeps a running mean of what a prompt token costs, over steps that are mostly prompt."""
@@ -448,7 +463,7 @@ class Turns:
         active.generated_tokens += 1
         self.counters.generated_tokens += 1
         active.lease.tokens.append(token)
-        if token in self._model.eos_token_ids:
+        if token in self._model.eos_token_ids and not active.request.ignore_eos:
             self._finish(active, FinishReason.STOP)
             return
         self._say(active, active.matcher.push(active.detokenizer.push(token)))

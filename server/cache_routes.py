@@ -16,6 +16,7 @@ from server.openai_schema import CacheSalt
 from server.prompt import PromptSource, SaltedPrompt, source_tokens
 from tiercache.metrics import CacheSnapshot, TierSnapshot
 from tiercache.types import Tier, Tokens
+from tiercache.warm import warm
 
 router = APIRouter(prefix="/v1/cache")
 
@@ -98,6 +99,23 @@ async def lookup(request: Request) -> dict[str, Any]:
             for run in found.runs
         ],
     }
+
+
+@router.post("/prefetch")
+async def prefetch(request: Request) -> dict[str, Any]:
+    """Starts reading what is stored of a prompt from DISK into HOST, and says how much that is.
+
+    The answer does not wait for the bytes. Takes HOST's share for queued requests at most.
+    """
+    here = served(request)
+
+    def prepare(body: SaltedPrompt) -> tuple[Tokens, bytes]:
+        return source_tokens(here.engine.model, body), here.engine.namespace(body.cache_salt)
+
+    tokens, namespace = await here.parse(request, SaltedPrompt, prepare)
+    share = here.config.cache.prefetch.queue_budget_fraction
+    warmed = await here.command(lambda cache: warm(cache, namespace, tokens, share))
+    return asdict(warmed)
 
 
 @router.post("/evict")

@@ -17,13 +17,20 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     """Token counts, with the cached share of the prompt by the tier its bytes came from."""
     by_tier = {tier.label: usage.hit_tokens.get(tier, 0) for tier in Tier} | {"shared": 0}
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **running_usage(usage.prompt_tokens, usage.completion_tokens),
         "prompt_tokens_details": {
             "cached_tokens": usage.cached_tokens,
             "cached_tokens_by_tier": by_tier,
         },
+    }
+
+
+def running_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Token counts of an answer that goes on."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 

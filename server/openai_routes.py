@@ -13,8 +13,8 @@ from engine.api import Finished, GenerationRequest, TextDelta
 from engine.sampling import SamplingParams
 from server.context import Served, served
 from server.errors import ApiError
-from server.openai_answers import DONE, Answer, sse
-from server.openai_schema import ChatRequest, CompletionRequest, Generation
+from server.openai_answers import DONE, Answer, running_usage, sse
+from server.openai_schema import ChatRequest, CompletionRequest, Generation, StreamOptions
 from server.prompt import chat_tokens, prompt_tokens
 from server.stream import Generating
 from tiercache.types import Tokens
@@ -97,7 +97,7 @@ async def _complete(request: Request, here: Served, ready: Prepared, *, chat: bo
     )
     answer = Answer(request_id, here.model_name, chat)
     if ready.body.stream:
-        chunks = _stream(generating, answer, ready.body.stream_options.include_usage)
+        chunks = _stream(generating, answer, ready.body.stream_options, ready.prompt.size)
         headers = {"cache-control": "no-cache"}
         return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
     return await _whole(generating, answer)
@@ -117,6 +117,7 @@ def _generation_request(request_id: str, ready: Prepared) -> GenerationRequest:
         max_tokens=ready.token_limit,
         stop=body.stop,
         cache_salt=body.cache_salt,
+        ignore_eos=body.ignore_eos,
     )
 
 
@@ -134,20 +135,23 @@ async def _whole(generating: Generating, answer: Answer) -> Response:
 
 
 async def _stream(
-    generating: Generating, answer: Answer, include_usage: bool
+    generating: Generating, answer: Answer, options: StreamOptions, prompt_tokens: int
 ) -> AsyncIterator[bytes]:
     """Chunks as they come; `[DONE]` ends a whole answer, an error event one that failed."""
-    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    no_usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
     try:
         if (opening := answer.opening()) is not None:
             yield sse(opening | no_usage)
         async for event in generating.events():
             if isinstance(event, TextDelta):
                 if event.text:
-                    yield sse(answer.delta(event.text) | no_usage)
+                    usage = no_usage
+                    if options.continuous_usage_stats:
+                        usage = {"usage": running_usage(prompt_tokens, event.tokens)}
+                    yield sse(answer.delta(event.text) | usage)
                 continue
             yield sse(answer.closing(event.reason) | no_usage)
-            if include_usage:
+            if options.include_usage:
                 yield sse(answer.usage_chunk(event.usage))
             yield DONE
     except ApiError as error:

@@ -144,6 +144,8 @@ class Message(Body):
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+    """Usage so far in every chunk, as benchmarks of other servers ask for."""
 
 
 class Generation(Body):
@@ -160,6 +162,8 @@ class Generation(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     cache_salt: CacheSalt = ""
+    ignore_eos: bool = False
+    """Generate up to the limit, whatever the model would end with."""
 
     @model_validator(mode="before")
     @classmethod

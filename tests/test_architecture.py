@@ -52,6 +52,7 @@ LAYERS = [
         "cache",
         "restore",
         "prefetch",
+        "warm",
         "disk_return",
         "forgetting",
     },

@@ -46,7 +46,7 @@ class Loads:
         HOST if it has room, so that the next hit is nearer."""
         on_host = self._catalog.ready_on(Tier.HOST, cold)
         for batch in batches(cold[on_host], self._pages_per_move):
-            self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), LayerArrivals(self.groups))
+            self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), arrivals=LayerArrivals(self.groups))
         for batch in batches(cold[~on_host], self._pages_per_move):
             self._moves.start(batch, Tier.DISK, self._chain_up(batch))
 

@@ -38,9 +38,9 @@ class Prefetcher:
         """Starts reading what `request_id` will need from DISK; later calls for it do nothing."""
         if request_id in self._pages or not self._budget_pages:
             return
-        path = self._usable_prefix(namespace, tokens)
+        path = self.usable_prefix(namespace, tokens)
         self._cache.queues[Tier.HOST].touch(path)  # wanted soon: not what leaves HOST next
-        cold = self._only_on_disk(path)
+        cold = self.only_on_disk(path)
         left = self._budget_pages - sum(pages.size for pages in self._pages.values())
         fits = cold[: max(0, left)]
         self._cache.catalog.pin(fits)  # making room must not cost the copies that are to be read
@@ -62,6 +62,9 @@ class Prefetcher:
         state = self._cache.catalog.tiers[Tier.HOST].state[pages]
         return bool((state == int(SlotState.FILLING)).any())
 
+    def begun_pages(self, request_id: str) -> int:
+        return int(self._pages.get(request_id, _NO_PAGES).size)
+
     def started(self, request_id: str) -> None:
         """The request has its lease: its pages count no more."""
         pages = self._pages.pop(request_id, _NO_PAGES)
@@ -74,7 +77,7 @@ class Prefetcher:
         pages = self._pages.pop(request_id, _NO_PAGES)
         self._count(PrefetchOutcome.UNUSED, pages.size)
 
-    def _usable_prefix(self, namespace: bytes, tokens: Tokens) -> PageIds:
+    def usable_prefix(self, namespace: bytes, tokens: Tokens) -> PageIds:
         """The stored pages that the request will use: up to a hole, without its last token."""
         cache = self._cache
         match = cache.tree.match(namespace, cache.generation, tokens)
@@ -84,13 +87,13 @@ class Prefetcher:
         gone = cache.catalog.fastest_ready(pages) < 0
         return pages[: int(gone.argmax())] if gone.any() else pages
 
-    def _only_on_disk(self, path: PageIds) -> PageIds:
+    def only_on_disk(self, path: PageIds) -> PageIds:
         """The pages of `path` whose only READY copy is on DISK, none of them moving."""
         catalog = self._cache.catalog
-        moving = catalog.tiers[Tier.HOST].is_resident(path) | catalog.tiers[
-            Tier.DEVICE
-        ].is_resident(path)
-        cold: PageIds = path[(catalog.fastest_ready(path) == int(Tier.DISK)) & ~moving]
+        on_disk = catalog.fastest_ready(path) == int(Tier.DISK)
+        for tier in catalog.tiers.keys() & {Tier.DEVICE, Tier.HOST}:
+            on_disk &= ~catalog.tiers[tier].is_resident(path)
+        cold: PageIds = path[on_disk]
         return cold
 
     def _count(self, outcome: PrefetchOutcome, pages: int) -> None:

@@ -24,6 +24,9 @@ class PagedTurns(Turns):
         super().__init__(*parts, **options)
         self._before_layer = before_layer
 
+    def warm_up(self) -> None:
+        """Nothing: there is no page to try in; what a prompt costs is measured while serving."""
+
     def _segment(self, item: Work, arrivals: Mapping[Active, PrefixArrival | None]) -> Segment:
         """With the page table as it is now: adopting a page changes it."""
         segment = super()._segment(item, arrivals)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.models.convert import CONVERSION, convert_llama_gguf
+from engine.models.convert import CONVERSION, convert_gguf
 from engine.models.hashing import file_digest
 from engine.models.progress import Report
 from tiercache.errors import ConfigError
@@ -90,7 +90,7 @@ def _convert_once(gguf: Path, folder: Path, report: Report) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         under_way = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            convert_llama_gguf(gguf, under_way, report)
+            convert_gguf(gguf, under_way, report)
             _seal(under_way)
             under_way.rename(folder)
         except BaseException:

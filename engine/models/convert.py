@@ -1,4 +1,4 @@
-"""A Llama-type GGUF with a byte-level BPE tokenizer, as a Hugging Face folder.
+"""A GGUF as a Hugging Face folder: a Llama type with SmolLM's tokenizer here, others elsewhere.
 
 Weights are stored in float32, because that is what dequantising yields exactly: a Q4_1 weight is
 `scale * quant + minimum` with two float16 factors, which neither bfloat16 nor float16 can hold.
@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from engine.models.gguf_any import convert_with_transformers
 from engine.models.progress import Report
 from tiercache.errors import ConfigError
 
@@ -46,14 +47,21 @@ TENSOR_NAMES = {
 CONTROL_TOKEN = 3  # GGUF's token type of markers such as <|im_start|>
 
 
-def convert_llama_gguf(path: Path, folder: Path, report: Report) -> None:
-    """Writes config, generation config, weights and tokenizer of `path` into the empty `folder`."""
+def convert_gguf(path: Path, folder: Path, report: Report) -> None:
+    """Writes config, generation config, weights and tokenizer of `path` into the empty `folder`.
+
+    Raises ConfigError for a file that cannot be read.
+    """
     from gguf import GGUFReader
 
-    reader = GGUFReader(str(path))
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    if (fields["general.architecture"], fields["tokenizer.ggml.model"]) != ("llama", "gpt2"):
-        raise ConfigError(f"model.source: {path} is not a Llama-type GGUF with byte-level BPE")
+    try:
+        reader = GGUFReader(str(path))
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError) as error:
+        raise ConfigError(f"model.source: {path} is not a GGUF file: {error}") from error
+    if not _is_known(fields):
+        convert_with_transformers(path, folder, report)
+        return
     weights = _weights(reader, fields, report)
     config = _config(fields, tied="lm_head.weight" not in weights)
     config.save_pretrained(folder)
@@ -61,6 +69,11 @@ def convert_llama_gguf(path: Path, folder: Path, report: Report) -> None:
     (folder / "generation_config.json").write_text(json.dumps(stops))
     _tokenizer(fields).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _is_known(fields: dict[str, Any]) -> bool:
+    kind = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+    return tuple(fields.get(name) for name in kind) == ("llama", "gpt2", "smollm")
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> LlamaConfig:
@@ -116,11 +129,6 @@ def _unpermute(rows: Array, heads: int) -> Array:
 
 
 def _tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
-    if fields["tokenizer.ggml.pre"] != "smollm":
-        raise ConfigError(
-            f"model.source: unknown GGUF pre-tokenizer {fields['tokenizer.ggml.pre']!r}; "
-            "'smollm' is known"
-        )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     core = Tokenizer(

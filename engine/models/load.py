@@ -15,15 +15,15 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention import ATTENTION
-from engine.models import bundled
 from engine.models.hashing import files_digest
 from engine.models.packed import pack_linears
 from engine.models.progress import Report, reporter
+from engine.models.sources import ACCEPTED, resolve
+from engine.models.speed import bfloat16_is_faster
 from engine.models.support import causal_class, require_pageable
 from tiercache.errors import ConfigError
 from tiercache.types import ITEM_BYTES, PageLayout
 
-ACCEPTED = "'bundled', or a folder with config.json, *.safetensors and tokenizer.json"
 NOT_IDENTITY = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
 """Keys of config.json that say nothing about what K and V a token gets."""
 
@@ -69,9 +69,10 @@ def load_model(
 ) -> LoadedModel:
     """Loads the model that `model.source` names.
 
-    source: `bundled` (SmolLM2-135M-Instruct, converted once into `cache_dir`), or the path of a
-        Hugging Face folder.
-    dtype: of weights and KV; `auto` is bfloat16 where the processor computes in it, else float32.
+    source: `bundled` (SmolLM2-135M-Instruct), the path of a Hugging Face folder or of a GGUF file,
+        or a hub id; see `sources`. A GGUF is converted once, into `cache_dir`.
+    dtype: of weights and KV; `auto` is bfloat16 where the processor computes in it and that is
+        faster when measured, else float32.
     cache_dir: where conversions and remembered hashes live; default `~/.cache/tiercache`, or under
         `XDG_CACHE_HOME`.
     max_context_tokens: a limit below the model's own; None keeps the model's.
@@ -83,7 +84,7 @@ def load_model(
     report = reporter(progress)
     cache = cache_dir or default_cache_dir()
     torch_dtype = resolve_dtype(dtype)
-    folder, name = _resolve(source, cache, report)
+    folder, name = resolve(source, cache, report)
     config = _read_config(folder)
     require_pageable(config, source)
     context = _context_tokens(config, max_context_tokens)
@@ -113,7 +114,7 @@ def default_cache_dir() -> Path:
 def resolve_dtype(name: str) -> torch.dtype:
     """The torch dtype that `model.dtype` names."""
     if name == "auto":
-        name = "bfloat16" if has_native_bfloat16() else "float32"
+        name = "bfloat16" if has_native_bfloat16() and bfloat16_is_faster() else "float32"
     if name not in ITEM_BYTES:
         raise ConfigError(f"model.dtype: {name!r} is unknown; use auto, {', '.join(ITEM_BYTES)}")
     dtype = getattr(torch, name)
@@ -128,19 +129,6 @@ def has_native_bfloat16() -> bool:
     except OSError:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def _resolve(source: str, cache: Path, report: Report) -> tuple[Path, str]:
-    if source == "bundled":
-        return bundled.bundled_folder(cache, report), bundled.NAME
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        raise ConfigError(f"model.source: {source} is a GGUF file; accepted are {ACCEPTED}")
-    if not path.exists():
-        raise ConfigError(f"model.source: {path} does not exist; accepted are {ACCEPTED}")
-    if not path.is_dir():
-        raise ConfigError(f"model.source: {path} is not a folder; accepted are {ACCEPTED}")
-    return path, path.resolve().name
 
 
 def _read_config(folder: Path) -> Any:

@@ -11,6 +11,7 @@ from tiercache.gate import STALE_SECONDS, LoadGate, PrefillCost
 from tiercache.types import Tier
 
 DISK = np.full(100, int(Tier.DISK), np.int8)
+TAIL_TOKENS = 50
 
 
 def gate(page_seconds: float, token_seconds: float = 0.001) -> LoadGate:
@@ -78,3 +79,47 @@ def test_the_decision_is_never_worse_than_either_extreme(
     if (sources != 0).any():
         assert chosen <= decision.load_all_seconds * (1 + 1e-9)
         assert chosen <= decision.compute_all_seconds * (1 + 1e-9)
+
+
+def seconds_to_answer(
+    one: LoadGate, page_seconds: float, token_seconds: float, now: float
+) -> float:
+    """What a request takes whose pages arrive, and whose tokens are computed, at these speeds.
+
+    It waits for what was decided, as long as its decision lets it; decides anew, once, with what
+    has arrived by then on DEVICE and measured; and computes what it has not got.
+    """
+    arrived, waited = 0, 0.0
+    for _ in range(2):
+        sources = DISK.copy()
+        sources[:arrived] = int(Tier.DEVICE)
+        decision = one.decide(sources, DISK.size * 16 + TAIL_TOKENS, now + waited)
+        missing = max(0, decision.pages - arrived)
+        patience = decision.patience_seconds
+        assert patience is not None or not missing
+        comes = min(missing, int((patience or 0.0) / page_seconds + 1e-9))
+        waited += comes * page_seconds if comes == missing else patience or 0.0
+        if comes:
+            one.saw_load(Tier.DISK, comes, comes * page_seconds, now + waited)
+        arrived += comes
+        if comes == missing:
+            break
+    return waited + (DISK.size * 16 + TAIL_TOKENS - arrived * 16) * token_seconds
+
+
+@given(st.floats(1e-5, 0.5), st.floats(1e-5, 0.01))
+def test_whatever_the_speed_no_request_takes_a_tenth_longer_than_the_better_extreme(
+    page_seconds: float, token_seconds: float
+) -> None:
+    """A tier that nobody has loaded from, and one that has a speed: forced, from fast to hopeless.
+
+    Where not one page in 20 comes in time nothing can be learned, and computing is the better.
+    """
+    one = LoadGate(page_tokens=16)
+    one.prefill.saw(0, 512, 512 * token_seconds)
+    one.prefill.saw(2048, 512, 512 * token_seconds)
+    compute_all = (DISK.size * 16 + TAIL_TOKENS) * token_seconds
+    load_all = DISK.size * page_seconds + TAIL_TOKENS * token_seconds
+    for number in range(4):
+        taken = seconds_to_answer(one, page_seconds, token_seconds, now=float(number))
+        assert taken <= 1.1 * min(load_all, compute_all) * (1 + 1e-6)

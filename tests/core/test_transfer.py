@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from tiercache.layers import LayerArrivals, LayerGroups, LayerLost
 from tiercache.simulation.medium import SimulatedPool, SimulatedStore
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.transfer import (
@@ -18,11 +19,12 @@ from tiercache.transfer import (
     Move,
     PageOutcome,
     ThreadedTransfers,
+    arrivals_of,
     batches,
     reads_disk,
     writes_disk,
 )
-from tiercache.types import Tier
+from tiercache.types import PageLayout, Tier
 
 PAGE_BYTES = 32
 N = b"n" * 32
@@ -256,3 +258,73 @@ def test_a_worker_lives_on_after_a_fault(bench: Bench) -> None:
     transfers.close()
     outcomes = [one.outcomes[0] for one in transfers.completions()]
     assert outcomes == [PageOutcome.FAILED, PageOutcome.DONE]
+
+
+LAYERS = PageLayout(layers=4, kv_heads=1, head_dim=1, page_tokens=2)
+assert LAYERS.page_bytes == PAGE_BYTES
+
+
+def load_job(serial: int, *pages: int) -> Move:
+    """HOST → DEVICE of `pages`, by layer groups, into slots that are not their own."""
+    hop = Hop(Tier.DEVICE, slots(*(7 - page for page in pages)))
+    arrivals = LayerArrivals(LayerGroups.of(LAYERS))
+    return Move(serial, slots(*pages), Tier.HOST, slots(*pages), (hop,), arrivals=arrivals)
+
+
+class NotedCarrier(Carrier):
+    """Notes which group of which load is copied; `broken` are lost."""
+
+    def __init__(self, bench: Bench, *broken: tuple[int, int]) -> None:
+        super().__init__(bench.pools, bench.store)
+        self.copied: list[tuple[int, int]] = []
+        self._broken = broken
+
+    def _copy_group(self, move: Move, group: int) -> None:
+        self.copied.append((group, move.serial))
+        if (move.serial, group) in self._broken:
+            raise OSError("lost")
+        super()._copy_group(move, group)
+
+
+def fill_host(bench: Bench) -> np.ndarray:
+    rows = np.random.default_rng(0).integers(0, 256, bench.host.shape, dtype=np.uint8)
+    bench.host[:] = rows
+    return rows
+
+
+def test_loads_that_go_together_come_group_by_group_and_whole(bench: Bench) -> None:
+    rows, carrier = fill_host(bench), NotedCarrier(bench)
+    loads = [load_job(1, 0, 2), load_job(2, 5)]
+    done = carrier.carry_layers(loads)
+    assert carrier.copied == [(group, serial) for group in range(4) for serial in (1, 2)]
+    assert [one.outcomes for one in done] == [(PageOutcome.DONE,) * 2, (PageOutcome.DONE,)]
+    assert np.array_equal(bench.device[[7, 5, 2]], rows[[0, 2, 5]])
+    for load in loads:
+        arrivals_of(load).wait(3, 0.0)
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_a_load_that_loses_a_group_fails_alone_and_its_reader_is_told(
+    bench: Bench, group: int
+) -> None:
+    rows, carrier = fill_host(bench), NotedCarrier(bench, (1, group))
+    broken, whole = load_job(1, 0, 2), load_job(2, 5)
+    done = carrier.carry_layers([broken, whole])
+    assert [set(one.outcomes) for one in done] == [{PageOutcome.FAILED}, {PageOutcome.DONE}]
+    assert "lost" in done[0].error
+    assert np.array_equal(bench.device[2], rows[5])
+    with pytest.raises(LayerLost):
+        arrivals_of(broken).wait(group, 0.0)
+    if group:
+        arrivals_of(broken).wait(group - 1, 0.0)
+
+
+def test_loads_by_layers_keep_their_place_among_other_copies(bench: Bench) -> None:
+    fill_host(bench)
+    transfers = ThreadedTransfers(NotedCarrier(bench), reader_threads=1)
+    for job in (copy_job(1), load_job(2, 3), load_job(3, 4), copy_job(5)):
+        transfers.submit(job)
+    transfers.close()
+    done = transfers.completions()
+    assert [one.job.serial for one in done] == [1, 2, 3, 5]
+    assert all(set(one.outcomes) == {PageOutcome.DONE} for one in done)

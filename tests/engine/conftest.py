@@ -71,10 +71,11 @@ class Rig:
         sampling: SamplingParams = GREEDY,
         salt: str = "",
         stop: tuple[str, ...] = (),
+        tenant: str = "",
     ) -> Answer:
         self._serial += 1
         request = GenerationRequest(
-            f"request-{self._serial}", tokens, sampling, max_tokens, stop, salt
+            f"request-{self._serial}", tokens, sampling, max_tokens, stop, salt, tenant
         )
         return Answer(self.engine, request)
 

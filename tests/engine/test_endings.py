@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from engine.api import FinishReason, RequestError
-from tests.engine.conftest import Answer, MakeRig, Rig, prompt
+from engine.api import Finished, FinishReason, GenerationRequest, RequestError
+from tests.engine.conftest import GREEDY, Answer, MakeRig, Rig, prompt
 from tiercache.types import Tier
 
 
@@ -117,3 +119,23 @@ def test_room_that_an_ending_leaves_is_used_in_the_next_turn(make_rig: MakeRig) 
     take_turns(rig, fills, waits)
     assert fills.wait().reason is FinishReason.LENGTH
     assert waits.wait().token_ids
+
+
+def test_a_request_may_go_on_where_the_model_would_end(make_rig: MakeRig) -> None:
+    rig = make_rig(start=False)
+    turns = rig.engine._turns
+
+    def answer(**options: bool) -> Finished:
+        one = Answer(rig.engine, GenerationRequest("r", prompt(1), GREEDY, 8, **options))
+        while rig.turn():
+            pass
+        return one.wait(0)
+
+    free = answer()
+    third = free.token_ids[2]
+    turns._model = replace(turns._model, eos_token_ids=frozenset({third}))
+    ends = answer()
+    assert (ends.reason, ends.token_ids[-1]) == (FinishReason.STOP, third)
+    assert len(ends.token_ids) <= 3
+    goes_on = answer(ignore_eos=True)
+    assert (goes_on.reason, goes_on.token_ids) == (FinishReason.LENGTH, free.token_ids)

@@ -81,6 +81,13 @@ def test_a_tier_of_unknown_speed_that_hangs_is_not_waited_for_and_is_known_then(
     assert rig.answer(prompt(1, 1500)).usage.miss_tokens[MissReason.COST_GATE] > 0
 
 
+def test_how_fast_the_model_computes_is_known_before_the_first_request(make_rig: MakeRig) -> None:
+    rig = make_rig(cache={"prefetch": {"policy": "adaptive"}}, start=False)
+    assert gate_of(rig).prefill.is_known
+    assert rig.engine._turns.counters.prefill_tokens == 0
+    assert rig.engine._turns.snapshot().working_copy_used_bytes == 0
+
+
 def test_what_is_on_device_needs_no_decision(make_rig: MakeRig) -> None:
     rig = make_rig(cache={"prefetch": {"policy": "adaptive"}})
     rig.answer(prompt(1))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -266,7 +269,7 @@ def interleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     )
 
 
-def write_gguf(folder: Path, path: Path) -> None:
+def write_gguf(folder: Path, path: Path, pre: str = "smollm") -> None:
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -280,7 +283,7 @@ def write_gguf(folder: Path, path: Path) -> None:
     core = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokens = [*sorted(core["vocab"], key=core["vocab"].get), *MARKERS]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(core["vocab"]) + [3] * len(MARKERS))
     writer.add_token_merges([" ".join(merge) for merge in core["merges"]])
@@ -300,6 +303,70 @@ def write_gguf(folder: Path, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_gguf_path_is_a_model_source(gguf_path: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(gguf_path), dtype="float32", cache_dir=tmp_path)
+    assert loaded.name == "tiny"
+    assert loaded.layout_fields["layers"] == 3
+
+
+def read_instead(
+    real: Callable[..., Any], folder: Path, _: Path, *, gguf_file: str, **options: Any
+) -> Any:
+    """`from_pretrained` of a folder where a GGUF was asked for."""
+    assert gguf_file == "other.gguf"
+    return real(folder, **options)
+
+
+def test_a_gguf_of_another_kind_is_read_by_transformers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(folder, tmp_path / "other.gguf", pre="llama-bpe")
+    for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
+        real = getattr(transformers, name).from_pretrained
+        stand_in = SimpleNamespace(from_pretrained=partial(read_instead, real, folder))
+        monkeypatch.setattr(f"engine.models.gguf_any.{name}", stand_in)
+    loaded = load_model(str(tmp_path / "other.gguf"), dtype="float32", cache_dir=tmp_path)
+    monkeypatch.undo()
+    original = load(folder, dtype="float32")
+    for name, weight in original.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], weight), name
+
+
+def test_what_transformers_says_of_a_gguf_it_cannot_read_is_passed_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(folder, tmp_path / "other.gguf", pre="llama-bpe")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ImportError("install this and that")
+
+    stand_in = SimpleNamespace(from_pretrained=refuse)
+    monkeypatch.setattr("engine.models.gguf_any.AutoConfig", stand_in)
+    with pytest.raises(ConfigError, match=r"model\.source.*install this and that"):
+        load_model(str(tmp_path / "other.gguf"), cache_dir=tmp_path)
+    assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
+
+
+def test_a_file_that_only_calls_itself_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fake.gguf").write_bytes(b"GGUF or not" * 100)
+    with pytest.raises(ConfigError, match=r"model\.source.*not a GGUF file"):
+        load_model(str(tmp_path / "fake.gguf"), cache_dir=tmp_path)
+
+
+def test_a_hub_id_is_served_from_the_hubs_cache_without_a_network(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    there = tmp_path / "models--org--tiny"
+    shutil.copytree(folder, there / "snapshots" / ("a" * 40))
+    (there / "refs").mkdir()
+    (there / "refs" / "main").write_text("a" * 40)
+    assert load_model("org/tiny", cache_dir=tmp_path).name == "org/tiny"
+    with pytest.raises(ConfigError, match=r"org/absent.*cannot be had from the Hugging Face hub"):
+        load_model("org/absent", cache_dir=tmp_path)
 
 
 def test_a_converted_gguf_is_the_model_it_was_made_from(

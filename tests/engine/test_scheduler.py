@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from engine.api import GenerationRequest
 from engine.request import Active
 from engine.sampling import SamplingParams
-from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, plan_step
+from engine.scheduler import (
+    MOST_FORWARD_SECONDS,
+    admission_order,
+    fair_head,
+    plan_step,
+    take_turns,
+)
 from engine.text import StopMatcher
 from tests.engine.conftest import MakeRig, Rig, prompt
 from tiercache.metrics import PrefetchOutcome
@@ -29,9 +36,13 @@ class _NoText:
 
 
 def active(
-    submitted_seconds: float, tokens: int = 10, computed: int = 0, generated: int = 0
+    submitted_seconds: float,
+    tokens: int = 10,
+    computed: int = 0,
+    generated: int = 0,
+    tenant: str = "",
 ) -> Active:
-    request = GenerationRequest("r", np.zeros(tokens, np.int32), SamplingParams())
+    request = GenerationRequest("r", np.zeros(tokens, np.int32), SamplingParams(), tenant=tenant)
     one = Active(request, lambda _: None, b"n", _NoText(), StopMatcher(()), 100, submitted_seconds)
     one.computed_tokens, one.generated_tokens = computed, generated
     return one
@@ -57,6 +68,40 @@ def test_nobody_is_overtaken_by_one_who_came_much_later(
     for place, one in enumerate(order):
         for later in order[place + 1 :]:
             assert one.submitted_seconds <= later.submitted_seconds + MOST_FORWARD_SECONDS
+
+
+@given(
+    st.lists(st.sampled_from("aaaab"), max_size=80),
+    st.lists(st.sampled_from("abc"), max_size=6),
+    st.integers(1, 32),
+)
+def test_tenants_take_turns_and_each_keeps_its_own_order(
+    waiting: list[str], running: list[str], limit: int
+) -> None:
+    queue = [active(float(place), tenant=tenant) for place, tenant in enumerate(waiting)]
+    admitted = [active(0.0, tenant=tenant) for tenant in running]
+    order = take_turns(fair_head(queue, limit), admitted)
+
+    assert len({id(one) for one in order}) == len(order) == min(limit, len(queue))
+    served = Counter(running)
+    for one in order:
+        left = {other.request.tenant for other in order[order.index(one) :]}
+        tenant = one.request.tenant
+        assert served[tenant] == min(served[name] for name in left), "least served goes first"
+        served[tenant] += 1
+    for tenant in "ab":
+        mine = [one for one in order if one.request.tenant == tenant]
+        assert mine == [one for one in queue if one.request.tenant == tenant][: len(mine)]
+
+
+def test_one_tenants_crowd_does_not_keep_another_waiting(make_rig: MakeRig) -> None:
+    rig = make_rig(start=False, engine={"max_running_requests": 2})
+    crowd = [rig.ask(prompt(seed, 40), tenant="crowd") for seed in range(60)]
+    single = rig.ask(prompt(99, 40), tenant="single")
+    rig.turn()
+    assert [one.request.tenant for one in rig.engine._turns._admitted] == ["crowd", "single"]
+    for one in (*crowd, single):
+        one.abort()
 
 
 @given(

@@ -154,3 +154,38 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(client: openai.Open
         client.chat.completions.create(model="tiny", messages=messages)
     assert caught.value.param == "messages"
     assert "2048" in caught.value.message
+
+
+def test_a_prefix_is_warmed_by_hand_and_the_answer_says_how_much_of_it(
+    http: httpx.Client, client: openai.OpenAI
+) -> None:
+    text = "Warm me before noon, please. " * 20
+    salted = {"prompt": text, "cache_salt": "warm"}
+    nothing = http.post("/v1/cache/prefetch", json=salted).json()
+    assert nothing == {
+        "prompt_tokens": nothing["prompt_tokens"],
+        "stored_tokens": 0,
+        "in_memory_tokens": 0,
+        "reading_tokens": 0,
+        "on_disk_tokens": 0,
+    }
+    client.completions.create(
+        model="tiny", prompt=text, max_tokens=1, extra_body={"cache_salt": "warm"}
+    )
+
+    def runs() -> list[Any]:
+        found: list[Any] = http.post("/v1/cache/lookup", json=salted).json()["runs"]
+        return found
+
+    while runs()[-1]["tiers"] != ["device", "host", "disk"]:
+        time.sleep(0.01)
+    for tier in ("device", "host"):
+        http.post("/v1/cache/evict", json={"tier": tier})
+    warmed = http.post("/v1/cache/prefetch", json=salted).json()
+    assert warmed["reading_tokens"] == warmed["stored_tokens"] > 0
+    while runs()[0]["tiers"] != ["host", "disk"]:
+        time.sleep(0.01)
+    again = http.post("/v1/cache/prefetch", json=salted).json()
+    assert again["in_memory_tokens"] == warmed["stored_tokens"]
+    assert http.post("/v1/cache/prefetch", json={}).status_code == 400
+    assert http.get("/v1/cache/check").json()["sound"]

@@ -77,6 +77,19 @@ def test_usage_is_streamed_last_and_only_when_asked_for(client: openai.OpenAI) -
     assert all(chunk.usage is None and chunk.choices for chunk in chunks[:-1])
 
 
+def test_usage_so_far_is_in_every_chunk_of_text_when_asked_for(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.chat.completions.create(
+        model=MODEL, messages=ASK, stream=True, stream_options=options
+    )
+    told = [chunk.usage for chunk in chunks if chunk.choices[0].delta.content]
+    counts = [usage.completion_tokens for usage in told if usage is not None]
+    assert len(counts) == len(told) > 0
+    assert counts == sorted(counts)
+    assert last.usage is not None
+    assert counts[-1] <= last.usage.completion_tokens
+
+
 def test_a_raw_stream_ends_with_done(http: httpx.Client) -> None:
     answer = http.post(
         "/v1/chat/completions", json={"model": MODEL, "messages": ASK, "stream": True}
@@ -115,12 +128,13 @@ def test_every_setting_reaches_the_engine(client: openai.OpenAI, engine: Scripte
         top_p=0.5,
         seed=11,
         stop=["a", "b"],
-        extra_body={"top_k": 3, "cache_salt": "mine"},
+        extra_body={"top_k": 3, "cache_salt": "mine", "ignore_eos": True},
     )
     request = engine.requests[0]
     assert request.max_tokens == 7
     assert request.stop == ("a", "b")
     assert request.cache_salt == "mine"
+    assert request.ignore_eos
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (
         0.25,

@@ -1,0 +1,121 @@
+"""The server without hits: what the tiers cost then, and how fast it decodes.
+
+1. `overhead`: prompts that share nothing, from 8 clients, with the cache off and with all three
+   tiers on, in turns. The loss is that of the medians of tokens (in and out) per second.
+2. `decode`: tokens per second out of one stream at a context of 512, 2,048 and 8,000 tokens, and of
+   four streams at 2,000 together, counted between the first and the last token.
+
+    python -m benchmarks.bench_serve [overhead] [decode]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.bench_prefix import config
+from benchmarks.common import Measured, ask, machine, save, serving
+
+CLIENTS, PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 500, 16
+ROUNDS = 3
+CONTEXTS = (512, 2048, 8000)
+DECODED_TOKENS = 64
+STREAMS, STREAM_TOKENS = 4, 2000
+TIMEOUT_SECONDS = 600
+
+
+def distinct(count: int, tokens: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1000, 40_000, tokens).tolist() for _ in range(count)]
+
+
+def throughput(url: str, seed: int) -> float:
+    """Tokens per second, in and out, of a batch of prompts that nobody has asked before."""
+
+    def one(prompt: list[int]) -> Measured:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
+            return ask(client, prompt, ANSWER_TOKENS)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        done = list(clients.map(one, distinct(PROMPTS, PROMPT_TOKENS, seed)))
+    seconds = time.perf_counter() - started
+    assert not any(sum(answer.cached_tokens_by_tier.values()) for answer in done)
+    return sum(answer.prompt_tokens + answer.completion_tokens for answer in done) / seconds
+
+
+def overhead(folder: Path) -> dict[str, Any]:
+    seen: dict[str, list[float]] = {"off": [], "on": []}
+    (folder / "off").mkdir()
+    with (
+        serving(config(folder / "off", enabled=False), folder / "off") as off,
+        serving(config(folder), folder) as on,
+    ):
+        for url in (off, on):
+            throughput(url, seed=0)
+        for number in range(ROUNDS):
+            for name, url in (("off", off), ("on", on)):
+                seen[name].append(throughput(url, seed=10 + number))
+    median = {name: statistics.median(values) for name, values in seen.items()}
+    return {
+        "tokens_per_second": median,
+        "all": seen,
+        "loss": 1 - median["on"] / median["off"],
+    }
+
+
+def decode(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    with (
+        serving(config(folder), folder) as url,
+        httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client,
+    ):
+        for context in CONTEXTS:
+            prompt = distinct(1, context - DECODED_TOKENS, seed=context)[0]
+            ask(client, prompt, 2)  # so that only decoding is left to measure
+            rates = [rate([ask(client, prompt, DECODED_TOKENS)]) for _ in range(3)]
+            result[str(context)] = statistics.median(rates)
+        prompts = distinct(STREAMS, STREAM_TOKENS - DECODED_TOKENS, seed=1)
+        for prompt in prompts:
+            ask(client, prompt, 2)
+
+        def stream(prompt: list[int]) -> Measured:
+            with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as own:
+                return ask(own, prompt, DECODED_TOKENS)
+
+        with ThreadPoolExecutor(STREAMS) as clients:
+            rates = [rate(list(clients.map(stream, prompts))) for _ in range(3)]
+        result[f"{STREAMS} streams at {STREAM_TOKENS}"] = statistics.median(rates)
+    return result
+
+
+def rate(answers: list[Measured]) -> float:
+    """Tokens per second out of all streams together, after their first tokens."""
+    tokens = sum(answer.completion_tokens - 1 for answer in answers)
+    return tokens / max(answer.total_seconds - answer.ttft_seconds for answer in answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", nargs="*", choices=["overhead", "decode", []], default=[])
+    options = parser.parse_args()
+    for name, measure in (("overhead", overhead), ("decode", decode)):
+        if options.what and name not in options.what:
+            continue
+        measured_on = machine()
+        with tempfile.TemporaryDirectory() as folder:
+            result = measure(Path(folder))
+        print(name, result)
+        print(save(f"serve-{name}", measured_on, result))
+
+
+if __name__ == "__main__":
+    main()
