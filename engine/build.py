@@ -12,10 +12,11 @@ import torch
 from rich.progress import Progress
 
 from engine.attention import KEY_BLOCK_TOKENS, round_up
+from engine.devices.parts import Parts, choose_parts
 from engine.engine import Engine, EngineLimits
 from engine.explainer import Explainer, ExplainSettings
 from engine.models import LoadedModel, decode, load_model
-from engine.turns import Turns, TurnSettings
+from engine.turns import TurnSettings
 from engine.working_copy import WorkingCopyPool
 from tiercache.admission import AdmissionRule
 from tiercache.cache import TierCache
@@ -31,9 +32,9 @@ from tiercache.tiers.disk_client import StoreProcess
 from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
 from tiercache.tiers.disk_pace import Pace
-from tiercache.tiers.memory import ArrayPool, HostPool, Populator, anonymous_block
+from tiercache.tiers.memory import HostPool, Populator
 from tiercache.tiers.store import PageStore
-from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers
+from tiercache.transfer import Transfers
 from tiercache.types import PageLayout, Tier
 
 log = logging.getLogger("tiercache")
@@ -61,23 +62,26 @@ def build_engine(
     """
     if config.engine.threads != "auto":
         torch.set_num_threads(config.engine.threads)
+    parts = choose_parts(config)
     model = load_model(
         config.model.source,
-        dtype=config.model.dtype,
+        **parts.model_options(config),
         cache_dir=model_cache_dir,
         max_context_tokens=config.model.max_context_tokens,
         progress=progress,
     )
+    parts.place_model(model)
     layout = model.page_layout(config.cache.page_tokens)
-    working_copies = _working_copies(config, model, layout)
+    working_copies = _working_copies(config, model, layout) if parts.needs_working_copies else None
     host = _host_pool(config, layout)
     store: GuardedStore | None = None
     try:
         store = _open_store(config, layout, host)
-        return _join(config, model, layout, working_copies, host, store)
+        return _join(config, parts, model, layout, working_copies, host, store)
     except BaseException:
         if store is not None:
             store.close()
+        parts.device.close()
         if host is not None:
             host.close()
         raise
@@ -85,25 +89,19 @@ def build_engine(
 
 def _join(
     config: Config,
+    parts: Parts,
     model: LoadedModel,
     layout: PageLayout,
-    working_copies: WorkingCopyPool,
+    working_copies: WorkingCopyPool | None,
     host: HostPool | None,
     store: GuardedStore | None,
 ) -> Engine:
     limits = _tier_limits(config, layout, store)
-    device_pool = _device_pool(limits[Tier.DEVICE].capacity_pages, layout)
-    rows = device_pool.view(torch.uint8).view(device_pool.shape[0], layout.page_bytes).numpy()
-    pools: dict[Tier, MemoryPool] = {Tier.DEVICE: ArrayPool(rows)}
-    if host is not None:
-        pools[Tier.HOST] = host
-
-    first_context = working_copies.memory_of(model.max_context_tokens)
+    device_pool, pools = parts.pools(limits[Tier.DEVICE].capacity_pages, layout, host)
+    first_context = working_copies.memory_of(model.max_context_tokens) if working_copies else []
     populator = Populator([*first_context, *(pools[tier].rows for tier in sorted(pools))])
     wake = threading.Event()
-    transfers = ThreadedTransfers(
-        Carrier(pools, store), reader_threads=config.tiers.disk.reader_threads, wake=wake.set
-    )
+    transfers = parts.transfers(pools, store, config.tiers.disk.reader_threads, wake.set)
     clock = SystemClock()
     cache = TierCache(
         CacheSettings(
@@ -124,10 +122,11 @@ def _join(
     if store is not None:
         pages = restore(cache, store.table())
         log.info("DISK: %d pages (%d tokens) found", pages, pages * layout.page_tokens)
-    turns = Turns(
+    turns = parts.turns(
+        config,
+        device_pool,
         model,
         cache,
-        device_pool,
         working_copies,
         layout,
         TurnSettings(
@@ -151,7 +150,10 @@ def _join(
         populator.stop()
         if explainer is not None:
             explainer.close()
-        _close(cache, transfers, pools, store, wake, config.server.shutdown_write_seconds)
+        _close(cache, transfers, store, wake, config.server.shutdown_write_seconds)
+        parts.device.close()
+        for pool in pools.values():
+            pool.close()
 
     device_tokens = limits[Tier.DEVICE].capacity_pages * layout.page_tokens
     return Engine(
@@ -325,18 +327,9 @@ def _open_store(config: Config, layout: PageLayout, host: HostPool | None) -> Gu
     return store
 
 
-def _device_pool(capacity_pages: int, layout: PageLayout) -> torch.Tensor:
-    block = torch.from_numpy(
-        anonymous_block(capacity_pages * layout.page_bytes, "tiers.device.capacity")
-    )
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    return block.view(dtype).view(capacity_pages, *layout.shape)
-
-
 def _close(
     cache: TierCache,
-    transfers: ThreadedTransfers,
-    pools: dict[Tier, MemoryPool],
+    transfers: Transfers,
     store: GuardedStore | None,
     wake: threading.Event,
     write_seconds: float,
@@ -355,8 +348,6 @@ def _close(
     transfers.close()
     if store is not None:
         _close_store(cache, store)
-    for pool in pools.values():
-        pool.close()
 
 
 def _write_down(cache: TierCache, wake: threading.Event, write_seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,12 @@ class Segment:
     wants_logits: bool
     wait_layer: Callable[[int], None] | None = None
     """Called once per layer before its keys are read; returns when the prefix is there."""
+
+
+class Runner(Protocol):
+    """Computes batches of segments, wherever that is."""
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor: ...
 
 
 class ModelRunner:

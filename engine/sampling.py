@@ -64,15 +64,18 @@ def sample(
             chosen[rows] = draw(
                 _probabilities(logits[rows], [params[row] for row in rows]),
                 [params[row] for row in rows],
-                _column([generators[row].random() for row in rows]),
+                _column([generators[row].random() for row in rows], logits),
             )
-    return [int(token) for token in chosen]
+    tokens: list[int] = chosen.tolist()
+    return tokens
 
 
 def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """float64 `[rows, vocabulary]`; the shift to a maximum of 0 keeps tiny temperatures finite."""
     scores = (logits - logits.amax(dim=-1, keepdim=True)).double()
-    return torch.softmax(scores / _column([wanted.temperature for wanted in params]), dim=-1)
+    return torch.softmax(
+        scores / _column([wanted.temperature for wanted in params], scores), dim=-1
+    )
 
 
 def _draw_from_all(
@@ -88,8 +91,9 @@ def _draw_from_best(
     vocabulary = probabilities.shape[-1]
     ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
     cumulative = ordered.cumsum(dim=-1)
-    by_mass = (cumulative - ordered < _column([wanted.top_p for wanted in params])).sum(dim=-1)
-    by_rank = torch.tensor([min(wanted.top_k or vocabulary, vocabulary) for wanted in params])
+    by_mass = (cumulative - ordered < _column([wanted.top_p for wanted in params], ordered)).sum(-1)
+    ranks = [min(wanted.top_k or vocabulary, vocabulary) for wanted in params]
+    by_rank = torch.tensor(ranks, device=probabilities.device)
     last_kept = (torch.minimum(by_mass, by_rank).clamp(min=1) - 1)[:, None]
     rank = _first_above(cumulative, chance * cumulative.gather(-1, last_kept))[:, None]
     return tokens.gather(-1, torch.minimum(rank, last_kept))[:, 0]
@@ -102,5 +106,6 @@ def _first_above(cumulative: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _column(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
+def _column(values: Sequence[float], beside: torch.Tensor) -> torch.Tensor:
+    """float64 `[values, 1]`, where `beside` is."""
+    return torch.tensor(values, dtype=torch.float64, device=beside.device)[:, None]

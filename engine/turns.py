@@ -33,7 +33,7 @@ from engine.keep import carry_out
 from engine.loading import log_report
 from engine.models import LoadedModel
 from engine.request import Active, State
-from engine.runner import ModelRunner, Segment
+from engine.runner import ModelRunner, Runner, Segment
 from engine.sampling import sample
 from engine.scheduler import (
     MOST_FORWARD_SECONDS,
@@ -96,9 +96,10 @@ class Turns:
         layout: PageLayout,
         settings: TurnSettings,
         clock: Clock,
+        runner: Runner | None = None,
     ) -> None:
         self._model = model
-        self._runner = ModelRunner(model)
+        self._runner = runner or ModelRunner(model)
         self._cache = cache
         self._device_pool = device_pool
         self._working_copies = working_copies

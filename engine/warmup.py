@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.runner import ModelRunner, Segment
+from engine.runner import Runner, Segment
 from engine.working_copy import WorkingCopyPool
 
 _CHUNK_TOKENS = 64
@@ -28,7 +28,7 @@ class Timed:
     seconds: float
 
 
-def warm_up(runner: ModelRunner, pool: WorkingCopyPool, max_context_tokens: int) -> list[Timed]:
+def warm_up(runner: Runner, pool: WorkingCopyPool, max_context_tokens: int) -> list[Timed]:
     """Computes a chunk of a prompt at the start of a context and far into one, and a token.
 
     Each twice; the second run is the one that is told. Leaves nothing behind but a warm library.

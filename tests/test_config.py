@@ -40,8 +40,10 @@ def nested(name: str, value: object) -> dict[str, Any]:
 def test_every_shipped_config_loads(path: Path) -> None:
     config = load_config(path)
     assert (config.tiers.disk.capacity == 0) == (path.name == "memory-only.yaml")
-    assert config.tiers.device.capacity == 512 * 2**20
-    assert config.tiers.host.capacity == 2 * 2**30
+    on_gpu = path.name == "gpu.yaml"
+    assert config.model.device == ("cuda" if on_gpu else "auto")
+    assert config.tiers.device.capacity == (4 * 2**30 if on_gpu else 512 * 2**20)
+    assert config.tiers.host.capacity == (16 if on_gpu else 2) * 2**30
 
 
 def test_a_shipped_config_says_nothing_but_defaults_unless_it_must() -> None:
@@ -184,8 +186,8 @@ def test_watermarks_out_of_order_name_both_keys() -> None:
     assert "tiers.device.high_watermark (0.5)" in line
 
 
-def test_a_gpu_is_refused_with_what_works_instead() -> None:
-    assert "use cpu or auto" in only_problem({"model": {"device": "cuda"}})
+def test_which_gpu_is_chosen_is_said_elsewhere() -> None:
+    assert "CUDA_VISIBLE_DEVICES" in only_problem({"model": {"device": "cuda:1"}})
 
 
 def test_an_address_others_can_reach_needs_keys() -> None:

@@ -54,7 +54,9 @@ class ModelConfig(Section):
         default="auto",
         description="Number format of weights and KV; auto takes the best for the device.",
     )
-    device: Literal["auto", "cpu"] = Field(default="auto", description="Where the model runs.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model runs; auto takes a GPU where one can be used."
+    )
     max_context_tokens: int | None = Field(
         default=None,
         ge=2,
@@ -64,9 +66,9 @@ class ModelConfig(Section):
 
     @field_validator("device", mode="before")
     @classmethod
-    def _no_gpu_yet(cls, value: object) -> object:
-        if isinstance(value, str) and value.startswith(("cuda", "gpu")):
-            raise ValueError("GPU support is not there yet; use cpu or auto")
+    def _one_gpu(cls, value: object) -> object:
+        if isinstance(value, str) and value.startswith(("cuda:", "gpu")):
+            raise ValueError("use cuda; CUDA_VISIBLE_DEVICES says which one that is")
         return value
 
 
@@ -273,6 +275,16 @@ class EngineConfig(Section):
         default="auto", description="Bytes for contiguous KV of running requests on CPU, or auto."
     )
     threads: CountOrAuto = Field(default="auto", description="Compute threads, 1 to 1024, or auto.")
+    attention: Literal["auto", "triton", "flashinfer", "gather"] = Field(
+        default="auto", description="What computes attention on a GPU; auto is triton where it can."
+    )
+    decode_graphs: bool = Field(
+        default=False,
+        description="Record decoding steps on a GPU and replay them, where that can be.",
+    )
+    poison_freed_pages: bool = Field(
+        default=False, description="Fill freed pages of a GPU with NaN, to find who reads them."
+    )
 
 
 class ServerConfig(Section):

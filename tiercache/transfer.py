@@ -162,12 +162,12 @@ class Carrier:
         arrived = np.array([outcome is ReadOutcome.READ for outcome in outcomes], np.bool_)
         onward = tuple(Hop(hop.tier, hop.slots[arrived]) for hop in rest)
         self._copy(first.tier, first.slots[arrived], onward)
-        return tuple(_READ_OUTCOMES[outcome] for outcome in outcomes)
+        return tuple(READ_OUTCOMES[outcome] for outcome in outcomes)
 
     def _write(self, move: Move) -> tuple[PageOutcome, ...]:
         assert self._store is not None
         batch = self._rows(move.source, move.source_slots, move)
-        return tuple(_WRITE_OUTCOMES[outcome] for outcome in self._store.write(batch))
+        return tuple(WRITE_OUTCOMES[outcome] for outcome in self._store.write(batch))
 
     def _rows(self, tier: Tier, slots: Slots, move: Move) -> list[tuple[PageRecord, Bytes]]:
         rows = self._pools[tier].rows
@@ -221,13 +221,13 @@ class Carrier:
         return (PageOutcome.DONE,)
 
 
-_READ_OUTCOMES = {
+READ_OUTCOMES = {
     ReadOutcome.READ: PageOutcome.DONE,
     ReadOutcome.MISSING: PageOutcome.MISSING,
     ReadOutcome.CORRUPT: PageOutcome.CORRUPT,
 }
 
-_WRITE_OUTCOMES = {
+WRITE_OUTCOMES = {
     WriteOutcome.WRITTEN: PageOutcome.DONE,
     WriteOutcome.FULL: PageOutcome.NO_ROOM,
     WriteOutcome.NO_SPACE: PageOutcome.NO_SPACE,

@@ -1,6 +1,6 @@
 """Paged attention with torch alone: pages are gathered, then attended to. For any size, anywhere.
 
-Reads and writes every key once more than a kernel would; meant for page sizes that no kernel serves.
+Reads and writes every key once more than a kernel would; meant for pages that no kernel serves.
 """
 
 from __future__ import annotations

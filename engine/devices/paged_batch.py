@@ -55,6 +55,8 @@ class PagedBatch:
     decode_rows: torch.Tensor
     """int32: rows of the requests with one new token."""
     decode_tiles: Tiles
+    prompt_rows: torch.Tensor
+    """int32: rows of all other requests."""
     prompt_tiles: Tiles | None
     """Pieces of the requests with more new tokens; None where there are none."""
     page_tokens: int
@@ -100,6 +102,7 @@ def build_batch(
         places=put(np.concatenate([places(request, page_tokens) for request in requests])),
         decode_rows=put(first_rows[decodes]),
         decode_tiles=Tiles(put(decodes), put(np.zeros(decodes.size, np.int32))),
+        prompt_rows=put(np.flatnonzero(np.repeat(counts != 1, counts)).astype(np.int32)),
         prompt_tiles=prompt_tiles,
         page_tokens=page_tokens,
         max_keys=max(request.position + request.tokens for request in requests),

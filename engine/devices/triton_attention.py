@@ -16,8 +16,15 @@ HEAD_DIMS = (64, 256)
 _LEAST_ROWS = 16
 """A matrix product has at least so many rows."""
 _MOST_SPLITS = 64
+STAGES = 2
+"""Blocks of keys that are on their way while one is computed with."""
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Triton's interpreter has no products of bfloat16: it multiplies their bits as integers."""
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`."""
+    return 1 << (least - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,11 @@ class Shape:
 
     @property
     def block_d(self) -> int:
-        return triton.next_power_of_2(self.head_dim)
+        return power_of_two(self.head_dim)
 
     def rows(self, tokens: int) -> int:
         """Rows of a tile for `tokens` tokens: a power of two."""
-        return max(_LEAST_ROWS, triton.next_power_of_2(self.groups * tokens))
+        return max(_LEAST_ROWS, power_of_two(self.groups * tokens))
 
     @property
     def prompt_rows(self) -> int:
@@ -63,8 +70,16 @@ def supports(head_dim: int, page_tokens: int) -> bool:
     return least <= head_dim <= most and page_tokens & (page_tokens - 1) == 0
 
 
+def warps(rows: int) -> int:
+    """For a program whose tile has so many rows."""
+    return 4 if rows <= 64 else 8
+
+
 class TritonAttention:
-    """Back end of `paged.PagedAttention`. One for a model: knows its shape and the device's width."""
+    """Back end of `paged.PagedAttention`. Knows a model's shape and the device's width."""
+
+    can_be_recorded = True
+    """It looks at no number on the host but counts."""
 
     def __init__(self, shape: Shape, processors: int) -> None:
         """processors: how many programs run side by side at least; the device's multiprocessors."""
@@ -97,22 +112,25 @@ class TritonAttention:
         """
         assert query.stride(2) == pages.stride(4) == 1
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        decodes, prompts = self.shape.rows(1), self.shape.prompt_rows
         if batch.prompt_tiles is not None:
-            self._run(query, pages, batch, scale, output, batch.prompt_tiles, decodes=False)
+            rows = batch.prompt_rows
+            self._run(query, pages, batch, scale, output, batch.prompt_tiles, rows, prompts)
         if batch.decode_rows.numel():
-            self._run(query, pages, batch, scale, output, batch.decode_tiles, decodes=True)
+            rows = batch.decode_rows
+            self._run(query, pages, batch, scale, output, batch.decode_tiles, rows, decodes)
         return output
 
-    def splits(self, decodes: int, max_keys: int) -> int:
-        """Into how many pieces a context is cut so that every multiprocessor has work.
+    def splits(self, tiles: int, max_keys: int) -> int:
+        """Into how many pieces contexts are cut so that every multiprocessor has work.
 
-        Depends on counts only, never on a tensor's values: a recorded graph stays right.
+        A few decodes want it, and so does a short question behind a long prefix. Depends on counts
+        only, never on a tensor's values: a recorded graph stays right.
         """
-        programs = decodes * self.shape.kv_heads
+        programs = tiles * self.shape.kv_heads
         wanted = -(-2 * self._processors // programs)
         most = -(-max_keys // (4 * self.shape.keys))
-        splits: int = triton.next_power_of_2(max(1, min(wanted, most, _MOST_SPLITS)))
-        return splits
+        return power_of_two(max(1, min(wanted, most, _MOST_SPLITS)))
 
     def _run(
         self,
@@ -122,18 +140,18 @@ class TritonAttention:
         scale: float,
         output: torch.Tensor,
         tiles: Tiles,
-        *,
-        decodes: bool,
+        rows: torch.Tensor,
+        block_m: int,
     ) -> None:
+        """rows are those that the tiles cover, block_m is how many a tile has."""
         shape = self.shape
         count = int(tiles.request.shape[0])
-        splits = self.splits(count, batch.max_keys) if decodes else 1
+        splits = self.splits(count, batch.max_keys)
         partial, lse = output, output  # not read with one split
         if splits > 1:
-            rows = splits * batch.tokens * shape.heads
-            partial = torch.empty(rows * shape.head_dim, dtype=torch.float32, device=query.device)
-            lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-        block_m = shape.rows(1) if decodes else shape.prompt_rows
+            sums = splits * batch.tokens * shape.heads
+            partial = torch.empty(sums * shape.head_dim, dtype=torch.float32, device=query.device)
+            lse = torch.empty(sums, dtype=torch.float32, device=query.device)
         kernels.attend_kernel[(count, shape.kv_heads, splits)](
             query, pages, output, partial, lse,
             batch.page_table, batch.first_rows, batch.positions, tiles.request, tiles.token,
@@ -146,12 +164,12 @@ class TritonAttention:
             BLOCK_M=block_m, BLOCK_N=shape.keys, SPLITS=splits,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             WIDEN=_INTERPRETED and query.dtype == torch.bfloat16,
-            num_warps=4 if block_m <= 64 else 8, num_stages=2,
+            num_warps=warps(block_m), num_stages=STAGES,
         )  # fmt: skip
         if splits > 1:
-            kernels.merge_kernel[(count, shape.heads)](
-                partial, lse, output, batch.decode_rows,
+            kernels.merge_kernel[(int(rows.shape[0]), shape.heads)](
+                partial, lse, output, rows,
                 output.stride(0), output.stride(1), batch.tokens,
                 HEADS=shape.heads, HEAD_DIM=shape.head_dim, BLOCK_D=shape.block_d,
-                SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+                SPLITS=splits, BLOCK_S=splits, num_warps=4,
             )  # fmt: skip

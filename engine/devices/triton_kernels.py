@@ -1,7 +1,7 @@
 """The kernels: K and V into pages, attention over pages, and the merge of its splits.
 
-The pool is page-major and strided: of one layer, the vector of token `t` and head `h` of the page in
-slot `s` begins at `s * slot_stride + t * token_stride + h * head_stride`, K first and V
+The pool is page-major and strided: in one layer, the vector of token `t` and head `h` of the page
+in slot `s` begins at `s * slot_stride + t * token_stride + h * head_stride`, K first and V
 `kv_stride` items behind it. `page_table[request, page]` is the slot.
 
 Rows of a query tile are (token, head of the group): all heads that share K and V read them once.

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
@@ -21,6 +20,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from engine.models.gguf_any import convert_with_transformers
 from engine.models.progress import Report
 from tiercache.errors import ConfigError
+
+if TYPE_CHECKING:  # wanted once in a folder's life
+    from gguf import GGUFReader
 
 CONVERSION = 1
 """Raised whenever the same GGUF would convert into other files."""
@@ -50,8 +52,10 @@ def convert_gguf(path: Path, folder: Path, report: Report) -> None:
 
     Raises ConfigError for a file that cannot be read.
     """
+    from gguf import GGUFReader
+
     try:
-        reader = gguf.GGUFReader(str(path))
+        reader = GGUFReader(str(path))
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"model.source: {path} is not a GGUF file: {error}") from error
@@ -98,7 +102,9 @@ def _config(fields: dict[str, Any], *, tied: bool) -> LlamaConfig:
     )
 
 
-def _weights(reader: gguf.GGUFReader, fields: dict[str, Any], report: Report) -> dict[str, Array]:
+def _weights(reader: GGUFReader, fields: dict[str, Any], report: Report) -> dict[str, Array]:
+    from gguf import quants
+
     row_heads = {
         "attn_q": fields["llama.attention.head_count"],
         "attn_k": fields["llama.attention.head_count_kv"],
@@ -106,7 +112,7 @@ def _weights(reader: gguf.GGUFReader, fields: dict[str, Any], report: Report) ->
     weights: dict[str, Array] = {}
     for index, tensor in enumerate(reader.tensors, start=1):
         *block, kind, _ = tensor.name.split(".")
-        values = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        values = np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
         if kind in row_heads:
             values = _unpermute(values, row_heads[kind])
         prefix = f"model.layers.{block[1]}." if block else ""

@@ -1,8 +1,9 @@
 """Compiles the attention kernels for cards that are not here, and says how they reach memory.
 
-A program of its own (`python -m tests.devices.ahead_of_time`), since in the tests' process kernels
-belong to the interpreter. Prints one JSON object a kernel: `kernel`, `target`, `copies` (bytes of
-each asynchronous copy to shared memory) and `loads` and `stores` (kinds of direct access).
+A program of its own (`python -m tests.devices.ahead_of_time`): in the tests' process kernels belong
+to the interpreter. Prints a JSON object a kernel: `kernel`, `target`, `head_dim`, `copies` (bytes
+of each asynchronous copy to shared memory), `loads` and `stores` (kinds of direct access) and
+`shared` (bytes of shared memory a program takes).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -18,31 +20,54 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.devices import triton_kernels
+from engine.devices.triton_attention import STAGES, Shape, warps
 
 TARGETS = (80, 90, 100)
-_MODEL: dict[str, object] = {"HEADS": 32, "GROUPS": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "PAGE_TOKENS": 16}
-_ATTEND = {**_MODEL, "PRECISION": "tf32", "WIDEN": False}
-_DECODE = {**_ATTEND, "BLOCK_M": 16, "BLOCK_N": 64, "SPLITS": 8}
-_PROMPT = {**_ATTEND, "BLOCK_M": 128, "BLOCK_N": 64, "SPLITS": 1}
-_MERGE = {**_MODEL, "SPLITS": 8, "BLOCK_S": 8}
+USUAL = Shape(heads=32, kv_heads=8, head_dim=128, page_tokens=16, item_bytes=2)
+WIDEST = Shape(heads=8, kv_heads=4, head_dim=256, page_tokens=16, item_bytes=4)
+_FORMATS = {2: "bf16", 4: "fp32"}
 _FLOATS = ("query", "pool", "output", "key", "value")
 _SUMS = ("partial", "partial_lse")
 _LONGS = ("places",)
 _INTS = ("page_table", "first_rows", "positions", "tile_request", "tile_token", "rows")
 
 
-def kernels() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """(name, kernel, constants, warps) of what is compiled for every target, in bfloat16."""
-    yield "decode", triton_kernels.attend_kernel, _DECODE, 4
-    yield "prompt", triton_kernels.attend_kernel, _PROMPT, 8
-    yield "write", triton_kernels.write_kernel, _MODEL, 1
-    yield "merge", triton_kernels.merge_kernel, _MERGE, 4
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel with the constants it is launched with."""
+
+    name: str
+    kernel: Any
+    shape: Shape
+    constants: dict[str, Any]
+    warps: int
 
 
-def ptx(kernel: Any, constants: dict[str, Any], warps: int, target: int) -> str:
-    names = kernel.arg_names
-    constants = {name: constants[name] for name in names if name in constants}
-    signature = {name: _type(name, constants) for name in names}
+def launches(shape: Shape) -> Iterator[Launch]:
+    """What `TritonAttention` runs for a model of this shape."""
+    model = {
+        "HEADS": shape.heads,
+        "GROUPS": shape.groups,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_D": shape.block_d,
+        "PAGE_TOKENS": shape.page_tokens,
+    }
+    precision = "ieee" if shape.item_bytes == 4 else "tf32"
+    attend = {**model, "BLOCK_N": shape.keys, "PRECISION": precision, "WIDEN": False}
+    decode = {**attend, "BLOCK_M": shape.rows(1), "SPLITS": 8}
+    prompt = {**attend, "BLOCK_M": shape.prompt_rows, "SPLITS": 1}
+    attend_kernel = triton_kernels.attend_kernel
+    yield Launch("decode", attend_kernel, shape, decode, warps(shape.rows(1)))
+    yield Launch("prompt", attend_kernel, shape, prompt, warps(shape.prompt_rows))
+    yield Launch("write", triton_kernels.write_kernel, shape, model, 1)
+    merge = {**model, "SPLITS": 8, "BLOCK_S": 8}
+    yield Launch("merge", triton_kernels.merge_kernel, shape, merge, 4)
+
+
+def compiled(launch: Launch, target: int) -> Any:
+    names = launch.kernel.arg_names
+    constants = {name: launch.constants[name] for name in names if name in launch.constants}
+    signature = {name: _type(name, constants, launch.shape) for name in names}
     # What a launch finds out by itself: pools, rows and their strides are multiples of 16.
     aligned = {
         (index,): [["tt.divisibility", 16]]
@@ -50,19 +75,17 @@ def ptx(kernel: Any, constants: dict[str, Any], warps: int, target: int) -> str:
         if signature[name].startswith("*") or (name.endswith("stride") and name != "table_stride")
     }
     source = ASTSource(
-        kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned
+        launch.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned
     )
-    options = {"num_warps": warps, "num_stages": 2}
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    text: str = compiled.asm["ptx"]
-    return text
+    options = {"num_warps": launch.warps, "num_stages": STAGES}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-def _type(name: str, constants: dict[str, Any]) -> str:
+def _type(name: str, constants: dict[str, Any], shape: Shape) -> str:
     if name in constants:
         return "constexpr"
     if name in _FLOATS:
-        return "*bf16"
+        return f"*{_FORMATS[shape.item_bytes]}"
     if name in _SUMS:
         return "*fp32"
     if name in _LONGS:
@@ -80,10 +103,13 @@ def accesses(text: str) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    for target in TARGETS:
-        for name, kernel, constants, warps in kernels():
-            found = accesses(ptx(kernel, constants, warps, target))
-            print(json.dumps({"kernel": name, "target": target, **found}), flush=True)
+    todo = [(USUAL, target) for target in TARGETS] + [(WIDEST, min(TARGETS))]
+    for shape, target in todo:
+        for launch in launches(shape):
+            done = compiled(launch, target)
+            found = accesses(done.asm["ptx"])
+            facts = {"kernel": launch.name, "target": target, "head_dim": shape.head_dim}
+            print(json.dumps({**facts, "shared": done.metadata.shared, **found}), flush=True)
 
 
 if __name__ == "__main__":

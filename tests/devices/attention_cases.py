@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.devices.paged import PagedAttention
 from engine.devices.paged_batch import PagedBatch, PagedRequest, build_batch
-from engine.devices.triton_attention import Shape, TritonAttention
+from engine.devices.triton_attention import Shape
 
 SCALE = 0.25
 
@@ -19,7 +20,9 @@ def tolerance(case: Case) -> float:
 
     The interpreter cuts digits off where a GPU rounds.
     """
-    largest = float(torch.cat([case.value, case.pages[:, 1].flatten(0, 1)]).nan_to_num(0).abs().max())
+    largest = float(
+        torch.cat([case.value, case.pages[:, 1].flatten(0, 1)]).nan_to_num(0).abs().max()
+    )
     return (2 * torch.finfo(case.query.dtype).eps + 4e-6) * largest
 
 
@@ -103,7 +106,7 @@ def reference(case: Case) -> torch.Tensor:
     return output
 
 
-def assert_attends(case: Case, attention: TritonAttention) -> None:
+def assert_attends(case: Case, attention: PagedAttention) -> None:
     """The kernels give the reference, write exactly the new tokens, and touch nothing else."""
     expected, before = reference(case), case.pool.clone()
     attention.write(case.key, case.value, case.pages, case.batch)

@@ -19,7 +19,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=15, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=12, phases=(Phase.explicit, Phase.generate))
 @given(
     requests=REQUESTS,
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (5, 1), (8, 1), (2, 2)]),
@@ -104,7 +104,7 @@ def test_slots_beyond_the_reach_of_32_bits_are_addressed() -> None:
     assert (got.double() - reference(case)).abs().max() <= tolerance(case)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
 @given(requests=REQUESTS, page_tokens=st.sampled_from([3, 5, 12, 16]), seed=st.integers(0, 99))
 def test_page_sizes_that_no_kernel_serves_are_gathered(
     requests: list[tuple[int, int]], page_tokens: int, seed: int

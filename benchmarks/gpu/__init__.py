@@ -1,0 +1,1 @@
+"""What is to be measured on a GPU. `scripts/gpu_check.sh` runs it."""

@@ -1,0 +1,184 @@
+"""What the parts stand on: a GPU, or a rehearsal of one on a processor, and a random model.
+
+A rehearsal goes through every line with tiny sizes, over `FakeCuda`; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from tiercache.testing.fake_cuda import FakeCuda, Order
+from tiercache.tiers.cuda_device import CudaDevice
+from tiercache.tiers.cuda_runtime import CudaRuntime, CupyRuntime
+from tiercache.tiers.device_cpu import CpuDevice
+from tiercache.tiers.memory import HostPool
+from tiercache.types import Bytes, PageLayout, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    part: str
+    what: str
+    value: float | str
+    unit: str = ""
+    goal: str = ""
+    met: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """A Llama-type model and the contexts it is measured at."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    decode_context: int
+    decode_steps: int
+    chunk: int
+    page_tokens: int = 16
+
+
+LLAMA_8B = Dims(32, 4096, 14336, 32, 8, 128, 128256, (8192, 32768), (1, 8, 32), 2048, 32, 8192)
+"""Shaped as Llama-3.1-8B: 128 KiB of KV a token in bfloat16, 2 MiB a page."""
+TINY = Dims(4, 64, 64, 4, 2, 64, 320, (128, 256), (1, 2), 64, 3, 64)
+
+
+class RehearsedDevice(CudaDevice):
+    """The CUDA device with its pool in this process's memory."""
+
+    name = "cpu"
+
+    def allocate_pool(self, capacity_pages: int, layout: PageLayout) -> torch.Tensor:
+        pool = CpuDevice().allocate_pool(capacity_pages, layout)
+        self.adopt_pool(pool.data_ptr(), layout)
+        self._pool = pool
+        return pool
+
+
+class Ground:
+    """See the module. Makes things; whoever asked for them closes them."""
+
+    def __init__(self, *, rehearses: bool) -> None:
+        self.rehearses = rehearses
+        self.torch_device = "cpu" if rehearses else "cuda"
+        self.dtype = torch.float32 if rehearses else torch.bfloat16
+        self.dims = TINY if rehearses else LLAMA_8B
+        self._models: dict[Dims, Any] = {}
+
+    def layout(self, dims: Dims | None = None) -> PageLayout:
+        dims = dims or self.dims
+        name = str(self.dtype).removeprefix("torch.")
+        return PageLayout(dims.layers, dims.kv_heads, dims.head_dim, dims.page_tokens, name)
+
+    def device(self) -> CudaDevice:
+        if self.rehearses:
+            return RehearsedDevice(FakeCuda(Order.RANDOM, computes_at_once=True), 4096)
+        return CudaDevice(CupyRuntime())
+
+    def world(self, pages: int, host_pages: int, layout: PageLayout | None = None) -> World:
+        return World(self.device(), layout or self.layout(), pages, host_pages)
+
+    def model(self) -> Any:
+        """A transformers model with random weights, made once."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        dims = self.dims
+        if dims not in self._models:
+            config = LlamaConfig(
+                vocab_size=dims.vocabulary, hidden_size=dims.hidden,
+                intermediate_size=dims.intermediate, num_hidden_layers=dims.layers,
+                num_attention_heads=dims.heads, num_key_value_heads=dims.kv_heads,
+                head_dim=dims.head_dim, max_position_embeddings=131072, rope_theta=500000.0,
+                attn_implementation="sdpa",
+            )  # fmt: skip
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            try:
+                with torch.device(self.torch_device):
+                    model = LlamaForCausalLM(config)
+            finally:
+                torch.set_default_dtype(before)
+            self._models[dims] = model.eval().requires_grad_(False)
+        return self._models[dims]
+
+    def forget(self) -> None:
+        """Lets go of the model's memory."""
+        self._models.clear()
+
+    def synchronize(self) -> None:
+        if not self.rehearses:
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object], repeats: int = 5, warm: int = 1) -> float:
+        """Median time of `work`, the device at rest before and after it."""
+        times = []
+        for turn in range(warm + (1 if self.rehearses else repeats)):
+            self.synchronize()
+            started = time.perf_counter()
+            work()
+            self.synchronize()
+            if turn >= warm:
+                times.append(time.perf_counter() - started)
+        return median(times)
+
+
+class World:
+    """A DEVICE pool, HOST memory, and the device between them."""
+
+    def __init__(self, device: CudaDevice, layout: PageLayout, pages: int, host_pages: int) -> None:
+        self.device = device
+        self.layout = layout
+        self.pool = device.allocate_pool(pages, layout)
+        self.host = HostPool(host_pages, layout.page_bytes)
+        device.register_host(self.host.rows)
+
+    @property
+    def runtime(self) -> CudaRuntime:
+        return self.device.runtime
+
+    def load(self, host_slots: Slots, slots: Slots, rows: Bytes | None = None) -> None:
+        passage = self.device.passage()
+        passage.start_load(self.host.rows if rows is None else rows, host_slots, slots)
+        passage.finish()
+
+    def store(self, slots: Slots, host_slots: Slots) -> None:
+        passage = self.device.passage()
+        passage.start_store(self.host.rows, slots, host_slots)
+        passage.finish()
+
+    def bytes_of(self, slots: Slots) -> Bytes:
+        """Pages as the processor sees them, uint8 `[pages, page_bytes]`."""
+        chosen = self.pool[torch.from_numpy(slots.astype(np.int64)).to(self.pool.device)]
+        rows: Bytes = chosen.cpu().contiguous().view(torch.uint8).reshape(slots.size, -1).numpy()
+        return rows
+
+    def close(self) -> None:
+        self.device.close()
+        self.host.close()
+
+
+def span(count: int, first: int = 0) -> Slots:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def shuffled(count: int, seed: int = 0) -> Slots:
+    return np.random.default_rng(seed).permutation(count).astype(np.int32)
+
+
+def at_least(part: str, what: str, value: float, goal: float, unit: str = "") -> Row:
+    return Row(part, what, round(value, 4), unit, f">= {goal}", value >= goal)
