@@ -13,8 +13,9 @@ from tiercache.clock import ManualClock
 from tiercache.errors import TierOffline
 from tiercache.eviction import VictimQueue
 from tiercache.lease import Lease
-from tiercache.metrics import DropReason, MoveOutcome
+from tiercache.metrics import DropReason, MoveOutcome, PrefetchOutcome
 from tiercache.policies.lru import Lru
+from tiercache.prefetch import Prefetcher
 from tiercache.replay.rig import NAMESPACE, InstantTransfers, as_prompt
 from tiercache.settings import CacheSettings, TierLimits
 from tiercache.simulation.medium import SimulatedStore
@@ -170,3 +171,19 @@ def test_a_copy_between_memories_that_fails_is_an_error_of_the_slower_one() -> N
     assert rig.cache.counters.tier_errors == {(Tier.HOST, "write"): 1}
     assert rig.cache.counters.dropped_writes == {DropReason.FAILED: 4}
     assert rig.cache.moves.trouble == {Tier.HOST: "scripted"}
+
+
+def test_pages_read_ahead_for_a_request_that_left_count_no_more() -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 16, Tier.DISK: 32}, store=SimulatedStore(32))
+    for seed in (1, 2):
+        rig.store_prompt(prompt(seed))
+        rig.settle()
+    for tier in (Tier.DEVICE, Tier.HOST):
+        rig.cache.evict(tier)
+    prefetcher = Prefetcher(rig.cache, budget_fraction=0.25)
+    prefetcher.begin("first", N, prompt(1))
+    prefetcher.left("first")
+    prefetcher.begin("second", N, prompt(2))
+    rig.settle()
+    assert rig.cache.lookup(N, prompt(2)).tokens_by_tier[Tier.HOST] == 16
+    assert rig.cache.counters.prefetch_pages == {PrefetchOutcome.UNUSED: 4}
