@@ -113,7 +113,7 @@ async def prefetch(request: Request) -> dict[str, Any]:
     here = served(request)
 
     def prepare(body: SaltedPrompt) -> tuple[Tokens, bytes]:
-        return source_tokens(here.engine.model, body), here.engine.namespace(body.cache_salt)
+        return source_tokens(here.engine.model, body), here.namespace(request, body.cache_salt)
 
     tokens, namespace = await here.parse(request, SaltedPrompt, prepare)
     share = here.config.cache.prefetch.queue_budget_fraction
