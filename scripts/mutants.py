@@ -37,13 +37,13 @@ I, E = "tiercache/inspection.py", "tiercache/eviction.py"  # noqa: E741
 
 MUTANTS = (
     Mutant("split-loses-children", "I1", T, "tail.children = node.children", "tail.children = {}"),
-    Mutant("split-keeps-owner", "I1", T, "        self._node_of[tail.pages] = tail.serial\n", ""),
+    Mutant("split-keeps-owner", "I1", T, "        self._own(tail.pages, tail)\n", ""),
     Mutant(
         "match-rounds-up",
         "whole pages only",
         T,
-        "tokens[at : at + stored.size]) // page_tokens",
-        "tokens[at : at + stored.size]) // page_tokens + 1",
+        "        return same\n",
+        "        return differ\n",
     ),
     Mutant(
         "namespaces-share-a-root",
@@ -225,7 +225,7 @@ MUTANTS = (
         "release-keeps-own-rows",
         "I1, release",
         K,
-        "            for page in own.tolist():\n                self.catalog.forget(page)\n",
+        "            self.catalog.forget_all(own)\n",
         "",
     ),
     Mutant(
@@ -309,8 +309,8 @@ MUTANTS = (
         "room-for-promotions-is-not-asked",
         "all or nothing",
         K,
-        "path.size + cold.size + 1",
-        "path.size + 1",
+        "own + int(cold.size)",
+        "own",
     ),
     Mutant(
         "joiners-lose-their-load",
@@ -392,16 +392,16 @@ MUTANTS = (
     Mutant(
         "children-of-older-records-are-lost",
         "warm start",
-        S,
-        "            last_use[record.parent] = max(above, last_use[record.key])\n",
+        "tiercache/tiers/disk_table.py",
+        "            np.maximum.at(last_use, above[has_parent], last_use[rows][has_parent])\n",
         "            pass\n",
     ),
     Mutant(
         "headless-pages-are-restored",
         "I10, warm start",
         S,
-        "len(kept) < capacity_pages and has_head and",
-        "len(kept) < capacity_pages and",
+        'table.with_a_head(entries["generation"] == cache.generation)',
+        'entries["generation"] == cache.generation',
     ),
     Mutant(
         "hottest-leaves-first",
