@@ -67,10 +67,17 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "pinned-pages-leave",
+        "pages-taken-up-again-leave",
         "I5, pins",
         C,
         "            and self.pins[page] == 0\n",
+        "",
+    ),
+    Mutant(
+        "queued-victim-is-not-looked-at-again",
+        "I5, pins",
+        E,
+        "            and not self._pins[page]\n",
         "",
     ),
     Mutant(

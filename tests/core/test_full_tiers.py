@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tiercache.lease import Lease
+from tiercache.lease import Lease, Room
 from tiercache.metrics import DropReason
 from tiercache.room import RoomMaker
 from tiercache.simulation.medium import SimulatedStore
@@ -216,4 +216,20 @@ def test_a_store_that_refuses_whatever_is_erased_is_not_emptied_for_one_page() -
     assert list(store.attempts.values()) == [2]
     assert on_disk(rig) == 11, "room was made for it once"
     assert rig.cache.counters.dropped_writes == {DropReason.NO_ROOM: 1}
+    rig.assert_sound()
+
+
+def test_a_page_that_a_request_took_up_while_it_was_written_down_stays() -> None:
+    rig = CacheRig({Tier.DEVICE: 5, Tier.HOST: 8})
+    rig.store_prompt(prompt(1, 5))
+    assert rig.cache.acquire(N, prompt(2)) is Room.SOON
+    assert rig.transfers.waiting, "the only page is written down, to make room"
+    holder = held(rig, prompt(1, 6))
+
+    rig.settle()
+
+    found = rig.cache.lookup(N, prompt(1, 6)).tokens_by_tier
+    assert found == {Tier.DEVICE: 4, Tier.HOST: 0}, "what is read stays where it is read"
+    rig.assert_sound()
+    rig.cache.release(holder)
     rig.assert_sound()
