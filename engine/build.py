@@ -16,8 +16,8 @@ from engine.devices.parts import Parts, choose_parts
 from engine.engine import Engine, EngineLimits
 from engine.explainer import Explainer, ExplainSettings
 from engine.models import LoadedModel, decode, load_model
-from engine.turns import TurnSettings
 from engine.working_copy import WorkingCopyPool
+from engine.workplace import TurnSettings
 from tiercache.admission import AdmissionRule
 from tiercache.cache import TierCache
 from tiercache.clock import SystemClock

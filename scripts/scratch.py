@@ -27,7 +27,9 @@ COPIED = (
 
 TESTS = (
     "tests/core/test_cache.py",
-    "tests/core/test_interleavings.py",
+    "tests/core/test_giving_up.py",
+    "tests/core/test_making_room.py",
+    "tests/core/test_restart_and_check.py",
     "tests/core/test_full_tiers.py",
     "tests/core/test_counts.py",
     "tests/core/test_transfer.py",

@@ -18,8 +18,9 @@ from engine.devices.graphs import CudaRecorder, DecodeGraphs
 from engine.devices.paged import PagedAttention, PagedCopyPool, PagedRunner
 from engine.devices.paged_turns import PagedTurns
 from engine.models import LoadedModel
-from engine.turns import Turns, TurnSettings
+from engine.turns import Turns
 from engine.working_copy import WorkingCopyPool
+from engine.workplace import TurnSettings
 from tiercache.cache import TierCache
 from tiercache.clock import Clock
 from tiercache.config import Config

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from engine.api import Finished, FinishReason, GenerationRequest, RequestError
@@ -133,7 +131,7 @@ def test_a_request_may_go_on_where_the_model_would_end(make_rig: MakeRig) -> Non
 
     free = answer()
     third = free.token_ids[2]
-    turns._model = replace(turns._model, eos_token_ids=frozenset({third}))
+    turns._steps._eos_token_ids = frozenset({third})
     ends = answer()
     assert (ends.reason, ends.token_ids[-1]) == (FinishReason.STOP, third)
     assert len(ends.token_ids) <= 3

@@ -112,7 +112,7 @@ def test_pages_come_back_from_every_tier_bit_for_bit(make_rig: MakeRig) -> None:
 
     def device_pages() -> np.ndarray:
         """The prompt's pages as they are on DEVICE now; every free slot is overwritten after."""
-        pool = rig.engine._turns._device_pool
+        pool = rig.engine._turns._steps._device_pool
 
         def read(cache):  # type: ignore[no-untyped-def]
             match = cache.tree.match(namespace, cache.generation, tokens)

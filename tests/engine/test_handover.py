@@ -27,7 +27,7 @@ def test_when_a_leader_leaves_one_follower_takes_over_and_no_whole_page_is_compu
 
     crowd = [rig.ask(prompt(7, PROMPT_TOKENS), max_tokens=2) for _ in range(CROWD)]
     rig.turn()
-    (leader,) = rig.engine._turns._admitted
+    (leader,) = rig.engine._turns._roster.admitted
     assert leader.computed_tokens == CHUNK, "it is in the middle of its prompt, and of a page"
     crowd[0].abort()
     run(rig)

@@ -72,14 +72,15 @@ def test_a_request_that_was_put_back_is_announced_before_all_others(make_rig: Ma
     first, second = ask(rig, 1, max_tokens=100), ask(rig, 2, max_tokens=100)
     third = ask(rig, 3, max_tokens=100)
     order: list[str] = []
-    announce = rig.engine._turns._prefetcher.announce
+    prefetcher = rig.engine._turns._roster._prefetcher
+    announce = prefetcher.announce
 
     def note(request_id: str, *args: object, **options: object) -> None:
-        if request_id not in rig.engine._turns._prefetcher._announced and options["at_head"]:
+        if request_id not in prefetcher._announced and options["at_head"]:
             order.append(request_id)
         announce(request_id, *args, **options)  # type: ignore[arg-type]
 
-    rig.engine._turns._prefetcher.announce = note  # type: ignore[method-assign]
+    prefetcher.announce = note  # type: ignore[method-assign]
     take_turns(rig, first, second, third, most=1000)
     assert rig.engine._turns.counters.preemptions > 0
     assert "r2" in order

@@ -139,8 +139,8 @@ def test_who_computes_beside_a_lost_prefix_only_runs_again(
     monkeypatch.setattr(LayerArrivals, "wait", tells)
     hit = rig.ask(prompt(1, 200))
     rig.engine._take_commands()
-    turns._take_arrivals()
-    turns._admit()  # alone: it may begin though nothing of its prefix has come
+    turns._fetching.take_arrivals()
+    turns._admission.admit()  # alone: it may begin though nothing of its prefix has come
     mate = rig.ask(prompt(2, 90), max_tokens=6)
     run()
 

@@ -99,7 +99,7 @@ def test_one_tenants_crowd_does_not_keep_another_waiting(make_rig: MakeRig) -> N
     crowd = [rig.ask(prompt(seed, 40), tenant="crowd") for seed in range(60)]
     single = rig.ask(prompt(99, 40), tenant="single")
     rig.turn()
-    assert [one.request.tenant for one in rig.engine._turns._admitted] == ["crowd", "single"]
+    assert [one.request.tenant for one in rig.engine._turns._roster.admitted] == ["crowd", "single"]
     for one in (*crowd, single):
         one.abort()
 
@@ -252,7 +252,7 @@ def test_a_request_whose_loads_failed_does_not_load_again_after_following(
     rig.turn()
     follower = rig.ask(prompt(1, 400))
     rig.turn()
-    active = rig.engine._turns._waiting[0]
+    active = rig.engine._turns._roster.waiting[0]
     assert active.follow is not None
     active.give_up = MissReason.LOAD_FAILED
     time.sleep(0.02)
@@ -285,7 +285,7 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
     rig.engine._take_commands()
     assert turns._working_copies.acquire(turns._working_copies.free_tokens), "no room to start"
     rig.turn()
-    (queued,) = turns._waiting
+    (queued,) = turns._roster.waiting
     assert queued.waiting_since_seconds is not None, "it waits for what is being read"
     time.sleep(0.02)
     while rig.turn():

@@ -130,7 +130,8 @@ def test_a_rotten_page_is_a_failed_checksum(serve: Serve, tmp_path: Path) -> Non
     service = serve(disk=100_000, tiers={"disk": {"scrub_rate_limit": 0}})
     service.ask(tokens(1, 97))
     service.rest()
-    first = service.engine._turns._device_pool[0].view(-1).view(dtype=_bytes()).numpy().tobytes()
+    pool = service.engine._turns._steps._device_pool
+    first = pool[0].view(-1).view(dtype=_bytes()).numpy().tobytes()
     service.evict(Tier.DEVICE)
     file = tmp_path / "store" / "pages" / "data.mdb"
     at = file.read_bytes().index(first) + len(first) // 2

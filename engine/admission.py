@@ -1,0 +1,150 @@
+"""Who of the queue is admitted next, and what is done meanwhile for those who are not."""
+
+from __future__ import annotations
+
+from engine.fetching import Fetching
+from engine.prefill_speed import PrefillSpeed
+from engine.request import Active, State
+from engine.roster import Roster
+from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, fair_head, take_turns
+from engine.workplace import Workplace
+from tiercache.lease import Lease, Room
+from tiercache.types import MissReason
+
+_LOOK_AHEAD_REQUESTS = 32
+"""Queued requests that are looked at in a turn, oldest first."""
+
+_MOST_PASSED_BY = 4
+"""Requests without room after which no further one is tried in the same turn."""
+
+
+class Admission:
+    """See the module. Engine thread only."""
+
+    def __init__(
+        self, workplace: Workplace, roster: Roster, fetching: Fetching, speed: PrefillSpeed
+    ) -> None:
+        self._roster = roster
+        self._fetching = fetching
+        self._speed = speed
+        self._cache = workplace.cache
+        self._prefetcher = workplace.prefetcher
+        self._working_copies = workplace.working_copies
+        self._settings = workplace.settings
+        self._clock = workplace.clock
+        self._counters = workplace.counters
+
+    def admit(self) -> None:
+        """Starts who can start, and reads ahead for those who cannot yet.
+
+        Nobody is held up by one who waits for a leader or for pages. One who lacks room is passed
+        by, unless that has lasted so long that the next room is to be his.
+        """
+        held_back: list[Active] = []
+        for active in self._in_order():
+            if len(self._roster.admitted) >= self._settings.max_running_requests:
+                held_back.append(active)
+            elif self._follows(active) or self._waits_for_pages(active):
+                continue
+            elif not self._start(active):
+                if active.is_over_quota:  # others need not wait for what it waits for
+                    continue
+                held_back.append(active)
+                if self._has_waited_long(active) or len(held_back) >= _MOST_PASSED_BY:
+                    break
+        for active in self._roster.waiting:
+            self._announce(active)
+        for active in filter(lambda one: one.may_load, held_back):
+            self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
+
+    def _announce(self, active: Active) -> None:
+        """Protects what a request that waits will need, until it starts or leaves."""
+        request = active.request
+        self._prefetcher.announce(
+            request.request_id,
+            active.namespace,
+            active.tokens,
+            tenant=request.tenant,
+            at_head=active.was_admitted,
+        )
+
+    def _in_order(self) -> list[Active]:
+        """The head of the queue in the order of admission; tenants take turns."""
+        head = fair_head(self._roster.waiting, _LOOK_AHEAD_REQUESTS)
+        if len(head) < 2:
+            return head
+        resident = [self._cache.stored_tokens(one.namespace, one.tokens) for one in head]
+        order = admission_order(head, resident, self._speed.seconds_per_token)
+        return take_turns(order, self._roster.admitted)
+
+    def _waits_for_pages(self, active: Active) -> bool:
+        """Whether pages are being read for this queued request, within its patience."""
+        if self._fetching.is_out_of_patience(active):
+            active.may_wait_for_reads = False
+        waits = active.may_wait_for_reads and self._prefetcher.is_under_way(
+            active.request.request_id
+        )
+        if not waits:
+            active.waiting_since_seconds = None
+        elif active.waiting_since_seconds is None:
+            active.waiting_since_seconds = self._clock.now_seconds()
+        return waits
+
+    def _has_waited_long(self, active: Active) -> bool:
+        return self._clock.now_seconds() - active.submitted_seconds > MOST_FORWARD_SECONDS
+
+    def _follows(self, active: Active) -> bool:
+        """Whether another request is computing what this one needs, within its patience."""
+        if not active.may_follow:
+            return False
+        if active.follow is None or not self._cache.is_worth_waiting(active.follow):
+            had_leader = active.follow is not None
+            active.follow = self._cache.follow(active.namespace, active.tokens)
+            if active.follow is None:
+                if had_leader:
+                    active.waiting_since_seconds = None
+                return False
+            if active.waiting_since_seconds is None:
+                active.waiting_since_seconds = self._clock.now_seconds()
+        if self._fetching.is_out_of_patience(active):
+            active.may_follow, active.follow = False, None
+            active.give_up = active.give_up or MissReason.BEING_COMPUTED
+            active.waiting_since_seconds = None
+            return False
+        return True
+
+    def _start(self, active: Active) -> bool:
+        """Takes a lease and a working copy, both or neither."""
+        working_copy = self._working_copies.acquire(active.limit_tokens)
+        if working_copy is None:
+            return False
+        lease = self._cache.acquire(
+            active.namespace,
+            active.tokens,
+            fetch=active.may_load,
+            because=active.give_up,
+            store=active.request.keep.store,
+            tenant=active.request.tenant,
+        )
+        active.is_over_quota = lease is Room.QUOTA
+        if not isinstance(lease, Lease):
+            self._working_copies.release(working_copy)
+            return False
+        self._roster.waiting.remove(active)
+        self._prefetcher.started(active.request.request_id)
+        now = self._clock.now_seconds()
+        if not active.was_admitted:
+            self._counters.queue_seconds.observe(now - active.submitted_seconds)
+        active.was_admitted = True
+        lease.books = active.first_books or lease.books
+        lease.request_id = active.request.request_id
+        active.lease, active.working_copy = lease, working_copy
+        active.follow, active.waiting_since_seconds = None, now
+        active.loading.decided(lease.decision, now)
+        active.state = State.FETCHING
+        self._roster.admitted.append(active)
+        self._counters.most_running_requests = max(
+            self._counters.most_running_requests, len(self._roster.admitted)
+        )
+        self._fetching.arrive(active)
+        return True
