@@ -33,7 +33,8 @@ K, R, W, S = ("tiercache/" + name for name in ("cache.py", "room.py", "writes.py
 L, O, P, F = (  # noqa: E741
     "tiercache/" + name for name in ("loads.py", "columns.py", "prefetch.py", "forgetting.py")
 )
-I, E = "tiercache/inspection.py", "tiercache/eviction.py"  # noqa: E741
+E = "tiercache/eviction.py"
+LEASING, UPKEEP, ORDERS = ("tiercache/" + name for name in ("leasing.py", "upkeep.py", "orders.py"))
 
 MUTANTS = (
     Mutant("split-loses-children", "I1", T, "tail.children = node.children", "tail.children = {}"),
@@ -210,29 +211,29 @@ MUTANTS = (
     Mutant(
         "acquire-does-not-pin",
         "I5, pins",
-        K,
-        "        self.catalog.pin(path)\n        absent",
-        "        absent",
+        LEASING,
+        "    cache.catalog.pin(path)\n    absent",
+        "    absent",
     ),
     Mutant(
         "release-does-not-unpin",
         "I5, release",
-        K,
-        "        self._unpin(path)\n        for settled in",
-        "        for settled in",
+        LEASING,
+        "    cache.forgetter.let_go(path)\n    for settled in",
+        "    for settled in",
     ),
     Mutant(
         "refused-request-keeps-its-pins",
         "all or nothing",
-        K,
-        "            self._unpin(path)\n            return answer\n",
-        "            return answer\n",
+        LEASING,
+        "        cache.forgetter.let_go(path)\n        return answer\n",
+        "        return answer\n",
     ),
     Mutant(
         "release-keeps-own-rows",
         "I1, release",
-        K,
-        "            self.catalog.forget_all(own)\n",
+        LEASING,
+        "        cache.catalog.forget_all(own)\n",
         "",
     ),
     Mutant(
@@ -245,15 +246,15 @@ MUTANTS = (
     Mutant(
         "old-pages-are-never-reaped",
         "flush",
-        K,
-        "        if settled:\n            self.reap()\n",
+        UPKEEP,
+        "    if settled:\n        cache.reap()\n",
         "",
     ),
     Mutant(
         "leaders-outlive-a-flush",
         "flush",
-        K,
-        "        self.pending.clear()\n",
+        ORDERS,
+        "    cache.pending.clear()\n",
         "",
     ),
     Mutant(
@@ -266,22 +267,22 @@ MUTANTS = (
     Mutant(
         "adopt-keeps-load",
         "adoption while FILLING",
-        K,
-        "        if columns.state[stored] == int(SlotState.FILLING):\n",
-        "        if False:\n",
+        LEASING,
+        "    if columns.state[stored] == int(SlotState.FILLING):\n",
+        "    if False:\n",
     ),
     Mutant(
         "adopt-gives-its-copy-up",
         "adoption without a copy",
-        K,
-        "        if columns.state[stored] == int(SlotState.FREE):\n            self.catalog.hand",
-        "        if False:\n            self.catalog.hand",
+        LEASING,
+        "    if columns.state[stored] == int(SlotState.FREE):\n        cache.catalog.hand",
+        "    if False:\n        cache.catalog.hand",
     ),
     Mutant(
         "adopted-page-is-not-pinned",
         "I5, adoption",
-        K,
-        "        self.catalog.pin(np.array([stored], np.int32))\n",
+        LEASING,
+        "    cache.catalog.pin(np.array([stored], np.int32))\n",
         "",
     ),
     Mutant(
@@ -301,21 +302,21 @@ MUTANTS = (
     Mutant(
         "last-token-is-served",
         "the last token is computed",
-        K,
-        "match.pages[: (tokens.size - 1) // self.page_tokens]",
-        "match.pages[: tokens.size // self.page_tokens]",
+        LEASING,
+        "match.pages[: (tokens.size - 1) // cache.page_tokens]",
+        "match.pages[: tokens.size // cache.page_tokens]",
     ),
     Mutant(
         "match-goes-on-behind-a-hole",
         "a match stops at a hole",
-        K,
-        "        if unusable.any():\n",
-        "        if False:\n",
+        LEASING,
+        "    if unusable.any():\n",
+        "    if False:\n",
     ),
     Mutant(
         "room-for-promotions-is-not-asked",
         "all or nothing",
-        K,
+        LEASING,
         "own + int(cold.size)",
         "own",
     ),
@@ -329,16 +330,16 @@ MUTANTS = (
     Mutant(
         "detached-disk-is-still-served",
         "I8, flush",
-        K,
-        "        self.catalog.drop(Tier.DISK, ready)\n        for",
-        "        for",
+        ORDERS,
+        "    cache.catalog.drop(Tier.DISK, ready)\n    for",
+        "    for",
     ),
     Mutant(
         "detached-disk-is-written-on",
         "flush while writing",
-        K,
-        "        self.catalog.retire(Tier.DISK, filling)",
-        "        pass",
+        ORDERS,
+        "    cache.catalog.retire(Tier.DISK, filling)",
+        "    pass",
     ),
     Mutant(
         "prompt-is-booked-without-hits",
@@ -350,7 +351,7 @@ MUTANTS = (
     Mutant(
         "flush-is-not-recorded",
         "flush: on DISK first",
-        I,
+        ORDERS,
         "            cache.store.set_generation(generation)\n",
         "            pass\n",
     ),
@@ -448,9 +449,9 @@ MUTANTS = (
     Mutant(
         "growing-forgives-nothing",
         "the wait for a tier to grow",
-        K,
-        "            self.writes[tier].forgive()\n",
-        "            pass\n",
+        ORDERS,
+        "        cache.writes[tier].forgive()\n",
+        "        pass\n",
     ),
     Mutant(
         "victim-is-offered-again",
@@ -505,8 +506,8 @@ MUTANTS = (
     Mutant(
         "kept-pages-outlive-a-flush",
         "I5, I8, retention",
-        K,
-        "        self.retention.release_all()\n",
+        ORDERS,
+        "    cache.retention.release_all()\n",
         "",
     ),
     Mutant(

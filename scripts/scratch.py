@@ -45,7 +45,7 @@ TESTS = (
 """What the core promises, the quickest first."""
 
 _ORDER_TESTS = ("tests/core/test_eviction.py", "tests/policies")
-_DECIDE_ORDER = ("eviction.py", "catalog.py", "columns.py", "cache.py")
+_DECIDE_ORDER = ("eviction.py", "catalog.py", "columns.py", "cache.py", "leasing.py", "assembly.py")
 """What the order of eviction is promised by, and which files decide it."""
 
 _NAMED_LIKE_THE_SOURCE = ("tests/core/test_{}.py", "tests/core/test_{}_*.py")

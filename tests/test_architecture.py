@@ -61,6 +61,10 @@ LAYERS = [
         "disk_return",
         "forgetting",
         "reckoning",
+        "assembly",
+        "leasing",
+        "upkeep",
+        "orders",
     },
     {"testing", "simulation", "replay"},
 ]

@@ -15,45 +15,34 @@ One thread calls all of this. Workers carry bytes; `tick` is where their results
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
-from tiercache import disk_return, inspection
-from tiercache.admission import Admission
-from tiercache.catalog import Catalog
+from tiercache import assembly, inspection, leasing, orders, upkeep
 from tiercache.clock import Clock, SystemClock
-from tiercache.errors import ConfigError, LeaseError
-from tiercache.eviction import VictimQueue
 from tiercache.explain.ghosts import GhostList
 from tiercache.explain.namespaces import NamespaceBook
 from tiercache.explain.reasons import Reasons
-from tiercache.explain.spans import Detail
 from tiercache.forgetting import Forgetter
 from tiercache.gate import LoadGate
-from tiercache.hints import HintGates
-from tiercache.lease import Books, Fetch, Follow, Lease, LeaseState, Room, TokenBuffer
+from tiercache.lease import Fetch, Follow, Lease, Room
 from tiercache.loads import Loads
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
-from tiercache.moves import MoveBook, Settled
+from tiercache.moves import MoveBook
 from tiercache.names import ContentNames, chain_names, root_name
 from tiercache.pending import PendingPrefixes
-from tiercache.policies import PolicySettings, make_policy
-from tiercache.reckoning import nothing_cached, reckon
 from tiercache.records import PageNames
 from tiercache.retention import Retention
 from tiercache.room import RoomMaker
 from tiercache.settings import CacheSettings
-from tiercache.tenants import NOBODY, TenantBooks
 from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
 from tiercache.transfer import Transfers
-from tiercache.tree import Match, Tree
-from tiercache.types import NO_PAGE, MissReason, PageIds, Slots, SlotState, Tier, Tokens
-from tiercache.wishes import Announcement, WillReturn, Wishes
-from tiercache.writes import WriteQueue
-
-_NO_PAGES = np.empty(0, np.int32)
+from tiercache.tree import Tree
+from tiercache.types import MissReason, PageIds, Slots, SlotState, Tier, Tokens
+from tiercache.wishes import Announcement, WillReturn
 
 
 class TierCache:
@@ -80,19 +69,15 @@ class TierCache:
         self.counters = CacheCounters()
         self.window = HitWindow()
         self.tree = Tree(self.page_tokens)
-        self.catalog = Catalog({t: limits.capacity_pages for t, limits in settings.tiers.items()})
-        self.catalog.on_evictable = self._on_evictable
-        if settings.quotas:
-            capacities = {t: limits.capacity_pages for t, limits in settings.tiers.items()}
-            self.catalog.tenants = TenantBooks(settings.quotas, capacities)
-            self.catalog.tenants.grow(self.catalog.rows)
+        self.catalog = assembly.build_catalog(settings)
         self.tree.reserve(self.catalog.rows)
         self.pending = PendingPrefixes(self.page_tokens)
         self.leases: dict[int, Lease] = {}
         self.disk_detached = False
         self.on_booked: Callable[[Lease], None] = lambda lease: None
         """Told of every prompt that entered the books."""
-        self._next_lease = 0
+        self.lease_serials = itertools.count(1)
+        """Numbers for leases to come; taken by `leasing` only."""
         self._transfers = transfers
         self.names = PageNames(self.tree, self.catalog)
         self.content = ContentNames(self.tree, self.catalog)
@@ -104,44 +89,19 @@ class TierCache:
             settings.layout.page_bytes,
         )
         self.moves.generation = self.generation
-        self.queues = {
-            tier: VictimQueue(
-                self.catalog,
-                tier,
-                make_policy(limits.policy, PolicySettings(limits.kept_pages, settings.ghost_pages)),
-                spare_first=tier is Tier.HOST,
-            )
-            for tier, limits in settings.tiers.items()
-        }
-        self.writes: dict[Tier, WriteQueue] = {
-            tier: WriteQueue(
-                tier,
-                self.catalog,
-                self.tree,
-                self.moves,
-                self.counters,
-                self._admission(tier),
-                pages_per_move=settings.pages_per_move,
-                open_moves=settings.open_writes,
-                is_offline=self._is_disk_offline if tier is Tier.DISK else lambda: False,
-            )
-            for tier in settings.tiers
-            if tier is not Tier.DEVICE
-        }
+        self.queues = assembly.build_victim_queues(settings, self.catalog)
+        self.writes = assembly.build_write_queues(
+            settings,
+            self.clock,
+            self.tree,
+            self.moves,
+            self.catalog,
+            self.counters,
+            is_disk_offline=lambda: self.disk_detached or bool(self.disk_health.writes_trouble),
+        )
         self.namespaces = NamespaceBook()
         self.ghosts = GhostList(settings.ghost_pages, self.clock) if settings.explains else None
         self.reasons = Reasons(self.tree, self.content, self.ghosts, self.namespaces, self.leases)
-        kept_pages = max(limits.kept_pages for limits in settings.tiers.values())
-        self.wishes = Wishes(self.catalog, HintGates(kept_pages), self._rank_fell)
-        self.retention = Retention(
-            self.catalog,
-            self.wishes,
-            self.clock,
-            page_tokens=self.page_tokens,
-            stored=self._stored,
-            unpin=self._unpin,
-            device_quota=self._device_quota,
-        )
         self.forgetter = Forgetter(
             self.tree,
             self.catalog,
@@ -150,6 +110,16 @@ class TierCache:
             self.writes,
             room=lambda: self.room,
             ghosts=self.ghosts,
+        )
+        self.wishes = assembly.build_wishes(settings, self.catalog, self.queues)
+        self.retention = Retention(
+            self.catalog,
+            self.wishes,
+            self.clock,
+            page_tokens=self.page_tokens,
+            stored=self._stored,
+            unpin=self.forgetter.let_go,
+            device_quota=self._device_quota,
         )
         self.room = RoomMaker(
             self.catalog,
@@ -194,56 +164,11 @@ class TierCache:
         booked for the others. With `store` false nothing will be inserted, and the lease has no
         pages but those that are stored. What it fills counts for `tenant`; see `tenants`.
         """
-        assert tokens.size >= 1
-        if not self.settings.enabled:
-            books = nothing_cached(int(tokens.size))
-            return self._open(namespace, tokens, _NO_PAGES, books, caching=False)
-        match = self.tree.match(namespace, self.generation, tokens)
-        stored_pages = int(match.pages.size) if match is not None else 0
-        path, sources = self._usable(match, tokens, fetch)
-        detail: Detail | None = None
-        if match is not None and because is None and self._ends_at_bad_copy(match, path):
-            because = MissReason.CHECKSUM_FAILED
-        decision = None
-        if self.gate is not None and (sources != int(Tier.DEVICE)).any():
-            now = self.clock.now_seconds()
-            decision = self.gate.decide(sources, tokens.size, now, self.moves.loading_pages())
-            if decision.pages < path.size:
-                path, sources = path[: decision.pages], sources[: decision.pages]
-                if because is None:
-                    because, detail = MissReason.COST_GATE, decision.estimates
-        self.catalog.pin(path)
-        absent = path[sources != int(Tier.DEVICE)]
-        cold = absent
-        if absent.size:
-            cold = absent[~self.catalog.tiers[Tier.DEVICE].is_resident(absent)]
-        own = int(tokens.size // self.page_tokens - path.size + 1) if store else 0
-        payer = self._payer(tenant, path)
-        answer = self.room.make(Tier.DEVICE, own + int(cold.size), payer)
-        if answer is not Room.NOW:
-            self._unpin(path)
-            return answer
-        follow = self.follow(namespace, tokens) if because is MissReason.BEING_COMPUTED else None
-        why = because or MissReason.LOAD_FAILED
-        books = reckon(self, namespace, tokens, path, sources, stored_pages, follow, why, detail)
-        lease = self._open(namespace, tokens, path, books, caching=store)
-        lease.payer, lease.decision = payer, decision
-        self._touch(path, hits=1)
-        for queue in self.writes.values():
-            queue.used_again(path)
-        if cold.size:
-            self.loads.start(cold, payer)
-        lease.awaited = absent
-        if not store:
-            return lease
-        self._extend_own(lease, own)
-        if lease.matched_pages < lease.prompt_tokens // self.page_tokens:
-            self.pending.lead(lease)
-        return lease
+        return leasing.acquire(self, namespace, tokens, fetch, because, store, tenant)
 
     def fetch_state(self, lease: Lease) -> Fetch:
         """Whether the lease's prefix has arrived on DEVICE. FAILED: release it and acquire anew."""
-        self._must_be_open(lease)
+        lease.require_open()
         if lease.awaited.size:
             columns = self.catalog.tiers[Tier.DEVICE]
             state = columns.state[lease.awaited]
@@ -254,13 +179,7 @@ class TierCache:
 
     def reserve(self, lease: Lease, pages: int = 1) -> Room:
         """DEVICE slots for `pages` more pages at the end of the lease; `NOW` means they are had."""
-        self._must_be_open(lease)
-        if not lease.caching:
-            return Room.NOW
-        answer = self.room.make(Tier.DEVICE, pages, lease.payer)
-        if answer is Room.NOW:
-            self._extend_own(lease, pages)
-        return answer
+        return leasing.reserve(self, lease, pages)
 
     def covered_tokens(self, lease: Lease) -> int:
         """Tokens for which the lease has pages, stored or reserved."""
@@ -270,7 +189,7 @@ class TierCache:
 
     def slots(self, lease: Lease, first_page: int, stop_page: int) -> Slots:
         """DEVICE slots of the lease's pages `[first_page, stop_page)`, int32."""
-        self._must_be_open(lease)
+        lease.require_open()
         pages = lease.page_range(first_page, stop_page)
         slots: Slots = self.catalog.tiers[Tier.DEVICE].slot[pages].copy()
         return slots
@@ -293,45 +212,11 @@ class TierCache:
         meanwhile is adopted: the lease goes on with the stored one and gives its own up. Returns
         the pages newly added to the tree. A lease from before a flush adds nothing.
         """
-        self._must_be_open(lease)
-        first, upto = self.insertable(lease, computed_tokens)
-        if upto <= first:
-            return 0
-        tokens = lease.tokens.view(first * self.page_tokens, upto * self.page_tokens)
-        match = self._match_behind(lease, first, tokens)
-        stored = first + int(match.pages.size)
-        for index, page in enumerate(match.pages.tolist(), start=first):
-            self._adopt(lease, index, page)
-        added = lease.page_range(stored, upto)
-        if added.size:
-            parent = int(lease.pages[stored - 1]) if stored else NO_PAGE
-            self.tree.extend(match, tokens[(stored - first) * self.page_tokens :], added)
-            self.catalog.attach(added, parent, stored)
-            self.introduce(lease.namespace, lease.generation, added)
-            self.catalog.pin(added)
-            self.catalog.commit(Tier.DEVICE, added)
-        lease.inserted_pages = upto
-        self._touch(lease.path, fresh_from=first)
-        self._want_writes(lease.page_range(first, upto))
-        self.pending.advance(lease)
-        return int(added.size)
+        return leasing.insert(self, lease, computed_tokens)
 
     def release(self, lease: Lease) -> None:
         """Ends a lease from any state. Pages that were never inserted are gone with it."""
-        self._must_be_open(lease)
-        self.pending.retire(lease)
-        path, own = lease.path, lease.own
-        if own.size:
-            slots = self.catalog.retire(Tier.DEVICE, own)
-            self.catalog.free_retired(Tier.DEVICE, slots)
-            self.catalog.forget_all(own)
-        lease.state = LeaseState.CLOSED
-        del self.leases[lease.serial]
-        self._unpin(path)
-        for settled in self.loads.give_up(lease, self.leases.values()):
-            self._enter(settled)
-        if lease.generation != self.generation:
-            self.reap()
+        leasing.release(self, lease)
 
     def book(self, lease: Lease) -> None:
         """Adds the lease's prompt to the books: once, at the request's first token (I7)."""
@@ -366,13 +251,13 @@ class TierCache:
     ) -> None:
         """Says of the lease's inserted pages `[first_page, stop_page)` whether they will be used
         again. Counts while the tenant's hints of this kind prove right; see `hints`."""
-        self._must_be_open(lease)
+        lease.require_open()
         pages = lease.path[first_page:stop_page]
         if pages.size:
             self.content.name_of(int(lease.path[-1]), lease.namespace, lease.generation)
             self.wishes.mark(pages, self.catalog.name[pages], said, tenant)
 
-    # Questions and orders; see `inspection`
+    # Questions; see `inspection`
 
     def stored_tokens(self, namespace: bytes, tokens: Tokens) -> int:
         """Length of the stored prefix, wherever its pages are. A quick estimate; pages without any
@@ -382,14 +267,6 @@ class TierCache:
 
     def lookup(self, namespace: bytes, tokens: Tokens) -> inspection.Lookup:
         return inspection.lookup(self, namespace, tokens)
-
-    def evict(
-        self, tier: Tier, namespace: bytes | None = None, tokens: Tokens | None = None
-    ) -> inspection.EvictReport:
-        return inspection.evict(self, tier, namespace, tokens)
-
-    def flush(self) -> inspection.FlushReport:
-        return inspection.flush(self)
 
     def snapshot(self) -> CacheSnapshot:
         return inspection.snapshot(self)
@@ -404,23 +281,22 @@ class TierCache:
 
     def tick(self) -> bool:
         """Enters what workers have finished, writes down, evicts ahead. True if anything ended."""
-        disk_return.take(self)
-        self.retention.expire()
-        settled = self.moves.drain()
-        for one in settled:
-            self._enter(one)
-        if settled:
-            self.reap()
-        for tier in self.settings.tiers:
-            self._trim(tier)
-        for queue in self.writes.values():
-            queue.pump(self.room)
-        return bool(settled)
+        return upkeep.tick(self)
 
     @property
     def idle(self) -> bool:
         """Nothing is in flight and nothing waits to be written."""
         return not self.moves.open and all(queue.idle for queue in self.writes.values())
+
+    # Orders; see `orders`
+
+    def evict(
+        self, tier: Tier, namespace: bytes | None = None, tokens: Tokens | None = None
+    ) -> orders.EvictReport:
+        return orders.evict(self, tier, namespace, tokens)
+
+    def flush(self) -> orders.FlushReport:
+        return orders.flush(self)
 
     def resize(self, tier: Tier, capacity_pages: int) -> None:
         """Changes how many pages `tier` may hold, between 1 and what its pool was built for.
@@ -429,25 +305,11 @@ class TierCache:
         tick; pages that are held stay until they are let go. The memory itself stays allocated.
         Raises ConfigError for a size that the pool cannot have.
         """
-        columns = self.catalog.tiers[tier]
-        if not 1 <= capacity_pages <= columns.pool_pages:
-            raise ConfigError(
-                f"tiers.{tier.label}.capacity: {capacity_pages} pages asked for; "
-                f"this tier was opened for 1 to {columns.pool_pages}"
-            )
-        if capacity_pages > columns.capacity_pages and tier in self.writes:
-            self.writes[tier].forgive()
-        columns.resize(capacity_pages)
-        self._trim(tier)
+        orders.resize(self, tier, capacity_pages)
 
     def start_generation(self, generation: int) -> None:
         """Makes everything stored so far unreachable. Pinned pages go when their holders do."""
-        assert generation > self.generation
-        self.generation = self.moves.generation = generation
-        self.pending.clear()
-        self.room.clear()
-        self.retention.release_all()
-        self.reap()
+        orders.start_generation(self, generation)
 
     def detach_disk(self) -> None:
         """Stops using DISK: its copies are forgotten, its records left as they are.
@@ -455,14 +317,15 @@ class TierCache:
         For a store that cannot record a new generation; what it holds must not be served again.
         `disk_return.take` uses it again once the generation is recorded.
         """
-        self.disk_detached = True
-        columns = self.catalog.tiers[Tier.DISK]
-        filling = columns.slot_page[columns.slot_state == int(SlotState.FILLING)]
-        self.catalog.retire(Tier.DISK, filling)  # freed when their writes have ended
-        ready = columns.slot_page[columns.slot_state == int(SlotState.READY)]
-        self.catalog.drop(Tier.DISK, ready)
-        for page in ready.tolist():
-            self.forget_if_gone(page)
+        orders.detach_disk(self)
+
+    def want_on_disk(self) -> None:
+        """Asks for a DISK copy of every page that has none, roots first: what `write_back` owes
+        before a stop. Costs a walk over the catalog.
+        """
+        orders.want_on_disk(self)
+
+    # The books of pages
 
     def reap(self) -> None:
         """Forgets pages of older generations that nobody holds any more."""
@@ -495,137 +358,6 @@ class TierCache:
 
     # Internals
 
-    def _open(
-        self, namespace: bytes, tokens: Tokens, path: PageIds, books: Books, *, caching: bool = True
-    ) -> Lease:
-        self._next_lease += 1
-        lease = Lease(
-            serial=self._next_lease,
-            namespace=namespace,
-            generation=self.generation,
-            tokens=TokenBuffer(tokens),
-            prompt_tokens=int(tokens.size),
-            matched_pages=int(path.size),
-            books=books,
-            pages=path,
-            inserted_pages=int(path.size),
-            caching=caching,
-        )
-        self.leases[lease.serial] = lease
-        return lease
-
-    def _must_be_open(self, lease: Lease) -> None:
-        if lease.state is not LeaseState.OPEN:
-            raise LeaseError(f"lease {lease.serial} was released already")
-
-    def _usable(
-        self, match: Match | None, tokens: Tokens, fetch: bool
-    ) -> tuple[PageIds, np.ndarray]:
-        """The matched pages a request can use, and the value of each one's fastest READY tier.
-
-        No holes, and never the prompt's last token.
-        """
-        if match is None:
-            return np.empty(0, np.intp), np.empty(0, np.int8)
-        pages = match.pages[: (tokens.size - 1) // self.page_tokens]
-        fastest = self.catalog.fastest_ready(pages)
-        if not np.count_nonzero(fastest):  # all on DEVICE, as most of them are
-            return pages, fastest
-        slowest = Tier.DEVICE if not fetch else Tier.DISK
-        if fetch and self.disk_health.reads_trouble:
-            slowest = Tier.HOST
-        unusable = (fastest < 0) | (fastest > int(slowest))
-        if unusable.any():
-            usable = int(unusable.argmax())
-            pages, fastest = pages[:usable], fastest[:usable]
-        return pages, fastest
-
-    def _ends_at_bad_copy(self, match: Match, path: PageIds) -> bool:
-        return path.size < match.pages.size and int(match.pages[path.size]) in self.moves.holes
-
-    def _enter(self, settled: Settled) -> None:
-        """Tells whoever asked for the move, and forgets pages that it left without a copy."""
-        move = settled.move
-        if self.gate is not None and move.target < move.source and settled.arrived.size:
-            self.gate.saw_load(
-                move.source,
-                int(settled.arrived.size),
-                settled.seconds,
-                self.clock.now_seconds(),
-            )
-        queue = self.writes.get(settled.move.target)
-        if queue is not None and settled.move.source < settled.move.target:
-            self.room.written(settled.arrived)
-            queue.settle(settled, self.room)
-        for page in settled.failed.tolist():
-            self.room.stays(page)
-            self.forget_if_gone(page)
-
-    def _trim(self, tier: Tier) -> None:
-        limits = self.settings.tiers[tier]
-        self.room.trim(tier, limits.high_watermark, limits.low_watermark)
-
-    def _extend_own(self, lease: Lease, pages: int) -> None:
-        own = self.catalog.new_pages(pages, lease.payer)
-        self.catalog.begin_fill(Tier.DEVICE, own)
-        lease.pages = np.concatenate((lease.pages, own))
-
-    def _match_behind(self, lease: Lease, first: int, tokens: Tokens) -> Match:
-        """What is stored of `tokens`, which follow the lease's first `first` pages in the tree."""
-        if first:
-            return self.tree.match_on(int(lease.pages[first - 1]), tokens)
-        self.tree.ensure_root(lease.namespace, lease.generation)
-        match = self.tree.match(lease.namespace, lease.generation, tokens)
-        assert match is not None
-        return match
-
-    def _adopt(self, lease: Lease, index: int, stored: int) -> None:
-        """Page `index` of the lease is in the tree already, as `stored`: goes on with that one.
-
-        Where the stored page has no complete DEVICE copy, the lease's slot becomes that copy; a
-        load still under way into another slot is superseded and only gives its slot back.
-        """
-        own = int(lease.pages[index])
-        self.catalog.pin(np.array([stored], np.int32))
-        columns = self.catalog.tiers[Tier.DEVICE]
-        if columns.state[stored] == int(SlotState.FILLING):
-            self.catalog.retire(Tier.DEVICE, np.array([stored], np.int32))
-        if columns.state[stored] == int(SlotState.FREE):
-            self.catalog.hand_over(Tier.DEVICE, own, stored)
-        else:
-            slots = self.catalog.retire(Tier.DEVICE, np.array([own], np.int32))
-            self.catalog.free_retired(Tier.DEVICE, slots)
-        self.catalog.forget(own)
-        lease.pages[index] = stored
-        self.counters.adopted_pages += 1
-
-    def _touch(self, path: PageIds, fresh_from: int = 0, hits: int = 0) -> None:
-        for queue in self.queues.values():
-            queue.touch(path, fresh_from)
-        if self.wishes.gates.in_use:
-            self.wishes.used(self.catalog.name[path[fresh_from:]])
-        self.catalog.use(path, self.clock.epoch_seconds(), hits=hits)
-
-    def _admission(self, tier: Tier) -> Admission:
-        limits = self.settings.tiers[tier]
-        rate = limits.write_bytes_per_second
-        return Admission(
-            self.catalog,
-            self.clock,
-            limits.admission,
-            pages_per_second=None if rate is None else rate / self.settings.layout.page_bytes,
-            pages_per_move=self.settings.pages_per_move,
-        )
-
-    def _payer(self, tenant: str, path: PageIds) -> int:
-        """The index of a tenant that uses `path`, and takes of it what nobody has claimed."""
-        books = self.catalog.tenants
-        if books is None:
-            return NOBODY
-        payer = books.index(tenant)
-        books.claim(path, payer)
-        return payer
-
     def _device_quota(self, tenant: str) -> int | None:
         books = self.catalog.tenants
         return None if books is None else books.quota(Tier.DEVICE, books.index(tenant))
@@ -634,41 +366,7 @@ class TierCache:
         match = self.tree.match(namespace, self.generation, tokens)
         return match.pages if match else np.empty(0, np.int32)
 
-    def _rank_fell(self, pages: PageIds) -> None:
-        for queue in self.queues.values():
-            queue.hint(pages)
-
-    def want_on_disk(self) -> None:
-        """Asks for a DISK copy of every page that has none, roots first: what `write_back` owes
-        before a stop. Costs a walk over the catalog.
-        """
-        pages = np.flatnonzero(self.catalog.live).astype(np.int32)
-        stored = pages[[self.tree.contains(page) for page in pages.tolist()]]
-        if Tier.DISK in self.writes and stored.size:
-            order = np.argsort(self.catalog.depth[stored], kind="stable")
-            self.writes[Tier.DISK].want(stored[order])
-
-    def _want_writes(self, pages: PageIds) -> None:
-        if self.settings.write_policy == "write_back":
-            return
-        for queue in self.writes.values():
-            queue.want(pages)
-
     def _demote(self, tier: Tier, page: int) -> bool:
         return any(
             queue.demote(page, self.room) for slower, queue in self.writes.items() if slower > tier
         )
-
-    def _is_disk_offline(self) -> bool:
-        return self.disk_detached or bool(self.disk_health.writes_trouble)
-
-    def _on_evictable(self, tier: Tier, pages: PageIds) -> None:
-        queue = self.queues.get(tier)
-        if queue is not None:
-            queue.hint(pages)
-
-    def _unpin(self, path: PageIds) -> None:
-        """Only the end of a path can be without children, and what that leaves bare above it."""
-        self.catalog.unpin(path)
-        if path.size:
-            self.forget_if_gone(int(path[-1]))

@@ -44,6 +44,15 @@ class Forgetter:
         self._room = room
         self._ghosts = ghosts
 
+    def let_go(self, path: PageIds) -> None:
+        """Takes one pin off each page of a path, and forgets what that leaves for no reason.
+
+        Only the end of a path can be without children, and what that leaves bare above it.
+        """
+        self._catalog.unpin(path)
+        if path.size:
+            self.if_gone(int(path[-1]))
+
     def if_gone(self, page: int) -> None:
         """Forgets a page that has no copy, no child and no holder, then its parents likewise."""
         while (

@@ -1,20 +1,20 @@
-"""Questions operators ask and orders they give: lookup, snapshot, check, evict, flush.
+"""Questions operators ask: lookup, snapshot, check, freeze.
 
-Everything here runs on the engine thread over a `TierCache` and returns immutable answers.
+Everything here runs on the engine thread over a `TierCache`, changes nothing and returns immutable
+answers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.catalog import Catalog, runs
-from tiercache.errors import TierError
-from tiercache.metrics import CacheCounters, CacheSnapshot, EvictOutcome, TenantReport, TierSnapshot
+from tiercache.metrics import CacheCounters, CacheSnapshot, TenantReport, TierSnapshot
 from tiercache.tree import Tree
 from tiercache.types import NO_PAGE, PageIds, SlotState, Tier, Tokens
 
@@ -41,30 +41,6 @@ class Lookup:
     runs: tuple[Run, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EvictReport:
-    """Pages that left a tier, and why others stayed."""
-
-    evicted: int = 0
-    kept_pinned: int = 0
-    kept_no_slower_copy: int = 0
-    kept_has_children: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FlushReport:
-    """After a flush: pages unreachable now, of which some are still held by running requests.
-
-    `detached` names tiers that could not record the new generation and are not used any more.
-    """
-
-    generation: int
-    unreachable_pages: Mapping[Tier, int]
-    held_pages: Mapping[Tier, int]
-    detached: tuple[Tier, ...] = field(default=())
-    reason: str = ""
-
-
 def lookup(cache: TierCache, namespace: bytes, tokens: Tokens) -> Lookup:
     """What of `tokens` is stored, and where. Changes nothing, not even recency."""
     match = cache.tree.match(namespace, cache.generation, tokens)
@@ -88,91 +64,6 @@ def lookup(cache: TierCache, namespace: bytes, tokens: Tokens) -> Lookup:
             for first, last, value in runs(on_tiers)
         ),
     )
-
-
-def evict(
-    cache: TierCache, tier: Tier, namespace: bytes | None = None, tokens: Tokens | None = None
-) -> EvictReport:
-    """Drops copies on `tier` of pages that have a READY copy on a slower one.
-
-    Concerns every page of the tier or, with `namespace` and `tokens`, the stored pages of that
-    prefix and everything that continues it. Children go before parents.
-    """
-    if tier not in cache.catalog.tiers:
-        return EvictReport()
-    answer: Counter[str] = Counter()
-    columns = cache.catalog.tiers[tier]
-    for page in _candidates(cache, tier, namespace, tokens):
-        if columns.state[page] != int(SlotState.READY) or cache.catalog.pins[page]:
-            answer["kept_pinned"] += 1
-        elif not any(s > tier and cache.catalog.is_ready(s, page) for s in cache.catalog.tiers):
-            answer["kept_no_slower_copy"] += 1
-        elif columns.resident_children[page]:
-            answer["kept_has_children"] += 1
-        else:
-            cache.room.leave(tier, np.array([page], np.int32))
-            cache.counters.evicted_pages[(tier, EvictOutcome.COPY_ELSEWHERE)] += 1
-            answer["evicted"] += 1
-    return EvictReport(**answer)
-
-
-def _candidates(
-    cache: TierCache, tier: Tier, namespace: bytes | None, tokens: Tokens | None
-) -> list[int]:
-    """Pages resident on `tier` in the given scope, deepest first."""
-    if namespace is None or tokens is None:
-        pages = cache.catalog.tiers[tier].slot_page
-        pages = pages[pages != NO_PAGE]
-        pages = pages[[cache.tree.contains(int(p)) for p in pages]] if pages.size else pages
-    else:
-        pages = _below(cache, namespace, tokens)
-        pages = pages[cache.catalog.tiers[tier].is_resident(pages)]
-    order = np.argsort(-cache.catalog.depth[pages], kind="stable")
-    return [int(page) for page in pages[order]]
-
-
-def _below(cache: TierCache, namespace: bytes, tokens: Tokens) -> PageIds:
-    match = cache.tree.match(namespace, cache.generation, tokens)
-    if match is None or not match.pages.size:
-        return np.empty(0, np.int32)
-    below = cache.tree.subtree(match.node, match.node_pages)
-    return np.concatenate((match.pages, np.array(list(below), np.int32)))
-
-
-def flush(cache: TierCache) -> FlushReport:
-    """Forgets everything stored: the generation is bumped, on DISK first, before this returns."""
-    generation = cache.generation + 1
-    detached: tuple[Tier, ...] = ()
-    reason = ""
-    before = _stored(cache, lambda stored: stored == cache.generation)
-    if cache.store is not None:
-        try:
-            cache.store.set_generation(generation)
-        except TierError as error:
-            cache.detach_disk()
-            detached, reason = (Tier.DISK,), str(error)
-    cache.start_generation(generation)
-    return FlushReport(
-        generation=generation,
-        unreachable_pages=before,
-        held_pages=_stored(cache, lambda stored: stored < generation),
-        detached=detached,
-        reason=reason,
-    )
-
-
-def _stored(cache: TierCache, wanted: Callable[[int], bool]) -> dict[Tier, int]:
-    """Pages of the tree with a copy on each tier, of the generations that are `wanted`."""
-    pages: list[int] = []
-    for namespace, generation in cache.tree.roots:
-        root = cache.tree.root(namespace, generation)
-        if root is not None and wanted(generation):
-            pages.extend(cache.tree.subtree(root))
-    ids = np.array(pages, np.int32)
-    return {
-        tier: int(np.count_nonzero(columns.is_resident(ids)))
-        for tier, columns in cache.catalog.tiers.items()
-    }
 
 
 def snapshot(cache: TierCache) -> CacheSnapshot:

@@ -17,6 +17,7 @@ from enum import Enum
 
 import numpy as np
 
+from tiercache.errors import LeaseError
 from tiercache.explain.spans import MissSpan
 from tiercache.gate import Decision
 from tiercache.types import MissReason, PageIds, Tier, Tokens
@@ -101,6 +102,11 @@ class Lease:
     """What its holder calls it; only explanations ask."""
     decision: Decision | None = None
     """What was decided on its stored prefix, where that was weighed."""
+
+    def require_open(self) -> None:
+        """Raises LeaseError for a lease that was released."""
+        if self.state is not LeaseState.OPEN:
+            raise LeaseError(f"lease {self.serial} was released already")
 
     def page_range(self, start: int, stop: int) -> PageIds:
         """Ids of pages `[start, stop)`; a view, valid until the next call on the cache."""

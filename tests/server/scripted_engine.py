@@ -25,7 +25,7 @@ from engine.api import (
 )
 from engine.models import LoadedModel
 from engine.testing import byte_tokenizer
-from tiercache.inspection import EvictReport, FlushReport, Lookup, Run
+from tiercache.inspection import Lookup, Run
 from tiercache.metrics import (
     CacheCounters,
     CacheSnapshot,
@@ -36,6 +36,7 @@ from tiercache.metrics import (
     PrefetchOutcome,
     TierSnapshot,
 )
+from tiercache.orders import EvictReport, FlushReport
 from tiercache.types import MissReason, SlotState, Tier, Tokens
 
 T = TypeVar("T")

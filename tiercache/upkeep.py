@@ -1,0 +1,56 @@
+"""The background's life: what workers have finished enters the books, and tiers are kept in bounds.
+
+Everything here runs on the engine thread over a `TierCache` and changes its books.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tiercache import disk_return
+from tiercache.moves import Settled
+from tiercache.types import Tier
+
+if TYPE_CHECKING:  # the facade offers `tick` as a method
+    from tiercache.cache import TierCache
+
+
+def tick(cache: TierCache) -> bool:
+    """Enters what workers have finished, writes down, evicts ahead. True if anything ended."""
+    disk_return.take(cache)
+    cache.retention.expire()
+    settled = cache.moves.drain()
+    for one in settled:
+        enter(cache, one)
+    if settled:
+        cache.reap()
+    for tier in cache.settings.tiers:
+        trim(cache, tier)
+    for queue in cache.writes.values():
+        queue.pump(cache.room)
+    return bool(settled)
+
+
+def enter(cache: TierCache, settled: Settled) -> None:
+    """Tells whoever asked for the move, and forgets pages that it left without a copy."""
+    move = settled.move
+    if cache.gate is not None and move.target < move.source and settled.arrived.size:
+        cache.gate.saw_load(
+            move.source,
+            int(settled.arrived.size),
+            settled.seconds,
+            cache.clock.now_seconds(),
+        )
+    queue = cache.writes.get(settled.move.target)
+    if queue is not None and settled.move.source < settled.move.target:
+        cache.room.written(settled.arrived)
+        queue.settle(settled, cache.room)
+    for page in settled.failed.tolist():
+        cache.room.stays(page)
+        cache.forget_if_gone(page)
+
+
+def trim(cache: TierCache, tier: Tier) -> None:
+    """Evicts ahead of need: above the tier's high watermark, down to its low one."""
+    limits = cache.settings.tiers[tier]
+    cache.room.trim(tier, limits.high_watermark, limits.low_watermark)
