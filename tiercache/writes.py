@@ -105,8 +105,6 @@ class WriteQueue:
         """
         if self._is_offline():
             return False
-        if self._is_coming(page):
-            return True
         if not self._admission.admits(np.array([page], np.int32))[0]:
             self._drop(DropReason.NOT_ADMITTED, 1)
             return False

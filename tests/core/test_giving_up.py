@@ -146,6 +146,7 @@ def test_a_hole_is_filled_by_whoever_computes_the_page_again() -> None:
     rig.cache.release(lease)
     rig.assert_sound()
     assert rig.cache.lookup(N, prompt(1)).matched_tokens == 4
+    assert rig.cache.counters.tier_errors[(Tier.DISK, "bad_copy")] == 1
     again = rig.acquire(prompt(1))
     assert again.books.miss_tokens == {MissReason.CHECKSUM_FAILED: 12, MissReason.PARTIAL_PAGE: 1}
     rig.compute(again, 17)

@@ -49,6 +49,20 @@ def test_a_page_that_was_written_down_leaves_before_the_slower_tier_is_trimmed()
     rig.assert_sound()
 
 
+def test_what_has_to_leave_a_faster_tier_is_written_before_what_only_should_be() -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 16}, move_pages=1)
+    rig.store_prompt(prompt(1))
+    pages = rig.cache.tree.match(N, 0, prompt(1)).pages.tolist()
+    assert not rig.transfers.waiting, "four pages wait to be written, roots first"
+
+    assert rig.cache.writes[Tier.HOST].demote(pages[-1], rig.cache.room)
+
+    assert rig.transfers.waiting[0].pages.tolist() == pages[-1:]
+    rig.settle()
+    assert rig.cache.lookup(N, prompt(1, 18)).tokens_by_tier[Tier.DEVICE] == 16
+    rig.assert_sound()
+
+
 def test_a_page_that_becomes_hot_while_it_is_written_down_stays() -> None:
     rig = CacheRig({Tier.DEVICE: 5, Tier.HOST: 8})
     rig.store_prompt(prompt(1, 17))
