@@ -63,6 +63,24 @@ def test_what_has_to_leave_a_faster_tier_is_written_before_what_only_should_be()
     rig.assert_sound()
 
 
+def test_what_goes_to_disk_is_read_from_the_nearest_tier_that_has_it() -> None:
+    rig = rig_with_disk(SimulatedStore(16), host=16)
+    rig.store_prompt(prompt(1))
+    pages = rig.cache.tree.match(N, 0, prompt(1)).pages
+    queue = rig.cache.writes[Tier.DISK]
+    for page in pages.tolist():
+        queue.forget(page)
+    rig.settle()
+    assert rig.cache.lookup(N, prompt(1, 18)).tokens_by_tier[Tier.DEVICE] == 16
+
+    queue.want(pages)
+    assert queue.pump(rig.cache.room)
+
+    assert {move.source for move in rig.transfers.waiting} == {Tier.HOST}
+    rig.settle()
+    rig.assert_sound()
+
+
 def test_a_page_that_becomes_hot_while_it_is_written_down_stays() -> None:
     rig = CacheRig({Tier.DEVICE: 5, Tier.HOST: 8})
     rig.store_prompt(prompt(1, 17))
