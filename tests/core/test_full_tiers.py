@@ -233,3 +233,25 @@ def test_a_page_that_a_request_took_up_while_it_was_written_down_stays() -> None
     rig.assert_sound()
     rig.cache.release(holder)
     rig.assert_sound()
+
+
+class CrampedStore(SimulatedStore):
+    """Its file system has no space left, though the store itself could hold more."""
+
+    def write(self, batch):  # type: ignore[no-untyped-def]
+        return [WriteOutcome.NO_SPACE] * len(batch)
+
+
+def test_what_a_healthy_disk_has_no_space_for_is_refused_once_and_counted_once() -> None:
+    rig = rig_over(CrampedStore(SLOTS))
+    rig.store_prompt(prompt(1))
+    rig.settle()
+    counted = dict(rig.cache.counters.dropped_writes)
+    assert sum(counted.values()) == 4
+
+    rig.cache.writes[Tier.DISK].want(rig.cache.tree.match(N, 0, prompt(1)).pages)
+
+    assert not len(rig.cache.writes[Tier.DISK]), "it is not asked again while it has not grown"
+    rig.settle()
+    assert rig.cache.counters.dropped_writes == counted
+    rig.assert_sound()

@@ -130,6 +130,7 @@ def test_a_chain_that_is_longer_than_disk_is_not_written_again_and_again() -> No
     rig.assert_sound()
     pages = rig.cache.tree.match(N, 0, prompt(1, 25)).pages
     assert not rig.cache.catalog.ready_on(Tier.DISK, pages).all()
+    assert rig.cache.counters.dropped_writes[DropReason.EVICTED_FIRST] > 0, "and that is counted"
 
 
 def test_a_head_is_not_evicted_to_make_room_for_its_tail() -> None:
