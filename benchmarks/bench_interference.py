@@ -38,6 +38,7 @@ from tiercache.types import Tier
 UNLIMITED = 1_000_000
 MIX: tuple[tuple[int, int], ...] = (
     (0, 0),
+    (25, 25),
     (50, 50),
     (100, 100),
     (200, 200),

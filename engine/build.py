@@ -47,7 +47,7 @@ _LEAST_STALL_SECONDS = 1.0
 """A healthy disk that is busy may take this long for a batch."""
 _AUTO_READ_RATE = 100 << 20
 """Bytes a second beside requests that compute; while none does, reads have no limit."""
-_AUTO_WRITE_RATE = 100 << 20
+_AUTO_WRITE_RATE = 50 << 20
 """Bytes a second that a step of the engine does not feel; see docs/disk.md."""
 _AUTO_WORKING_COPY_SHARE = 4
 """`auto` takes at most this fraction of the machine's memory: one in four."""

@@ -228,7 +228,7 @@ class DiskTierConfig(_SlowerTierConfig):
     low_watermark: float = Field(default=0.90, gt=0, le=1, description=_LOW)
     reader_threads: int = Field(default=2, ge=1, le=64, description="Threads that read pages.")
     write_rate_limit: SizeOrAuto = Field(
-        default="auto", description="Most bytes written in a second; auto is 100MiB."
+        default="auto", description="Most bytes written in a second; auto is 50MiB."
     )
     read_rate_limit: SizeOrAuto = Field(
         default="auto",

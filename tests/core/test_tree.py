@@ -46,9 +46,9 @@ def test_prompts_that_share_the_first_part_of_a_node_split_it_at_the_page_edge()
 def test_pages_the_tree_has_never_heard_of_are_in_no_node() -> None:
     tree = Tree(page_tokens=2)
     insert(tree, tokens_of(1, 2, 3, 4), [10, 11])
-    for most in range(12, 200):  # wherever the tree's own memory of pages ends
-        ids = np.arange(most, dtype=np.int32)
-        assert np.flatnonzero(tree.placed(ids)).tolist() == [10, 11]
+    beyond = tree._node_of.size + 1  # what the tree remembers of pages ends before this id
+    assert np.flatnonzero(tree.placed(np.arange(beyond, dtype=np.int32))).tolist() == [10, 11]
+    assert [page for page in range(beyond) if tree.contains(page)] == [10, 11]
 
 
 def test_a_match_changes_nothing() -> None:
