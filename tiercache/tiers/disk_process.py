@@ -24,7 +24,7 @@ from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_facts import Opening
 from tiercache.tiers.disk_wire import Place, Region, StoreFacts
 
-_TAKE_OVER_SECONDS = 2.0
+_TAKE_OVER_SECONDS = 5.0
 """How long to wait for the process of a server that has just been killed to let go."""
 _NICENESS = 10
 """The engine computes first: where cores are short, moving pages takes what it leaves."""
