@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
-from tiercache.lease import Lease, Room
+from tests.core.prompts import N, opened, prompt
+from tiercache.lease import Room
 from tiercache.metrics import DropReason
 from tiercache.room import RoomMaker
 from tiercache.simulation.medium import SimulatedStore
@@ -15,7 +15,6 @@ from tiercache.testing.rig import CacheRig
 from tiercache.tiers.disk_facts import WriteOutcome
 from tiercache.types import SlotState, Tier
 
-N = b"n" * 32
 SLOTS = 64
 
 
@@ -32,21 +31,10 @@ class CountingStore(SimulatedStore):
         return super().write(batch)
 
 
-def prompt(seed: int, tokens: int = 17) -> np.ndarray:
-    return np.arange(tokens, dtype=np.int32) + 1000 * seed
-
-
 def rig_over(
     store: SimulatedStore, *, device: int = 24, disk: int = SLOTS, move_pages: int = 4
 ) -> CacheRig:
     return CacheRig({Tier.DEVICE: device, Tier.DISK: disk}, store=store, move_pages=move_pages)
-
-
-def held(rig: CacheRig, tokens: np.ndarray) -> Lease:
-    """A lease on a stored prompt: its pages can leave no tier."""
-    lease = rig.cache.acquire(N, tokens)
-    assert isinstance(lease, Lease)
-    return lease
 
 
 def on_disk(rig: CacheRig) -> int:
@@ -63,7 +51,7 @@ def test_a_queue_before_a_full_disk_drains_each_page_written_or_counted(
     rig.store_prompt(prompt(0))
     rig.settle()
     assert len(store.pages) == 4
-    lease = held(rig, prompt(0)) if disk == "full of held pages" else None
+    lease = opened(rig, prompt(0)) if disk == "full of held pages" else None
     store.is_full = disk == "never has room"
     store.attempts.clear()
     for seed in range(1, 5):
@@ -109,7 +97,7 @@ def test_a_disk_whose_slots_are_all_held_refuses_what_comes_and_counts_it() -> N
     rig = rig_over(store, disk=4)
     rig.store_prompt(prompt(0))
     rig.settle()
-    lease = held(rig, prompt(0))
+    lease = opened(rig, prompt(0))
     rig.store_prompt(prompt(1))
     rig.settle()
     assert rig.cache.counters.dropped_writes == {DropReason.NO_ROOM: 4}
@@ -124,7 +112,7 @@ def test_a_disk_that_grows_takes_what_it_refused_when_that_is_asked_for_again() 
     rig.cache.resize(Tier.DISK, 4)
     rig.store_prompt(prompt(0))
     rig.settle()
-    lease = held(rig, prompt(0))
+    lease = opened(rig, prompt(0))
     rig.store_prompt(prompt(1))
     rig.settle()
     rig.cache.want_on_disk()
@@ -224,7 +212,7 @@ def test_a_page_that_a_request_took_up_while_it_was_written_down_stays() -> None
     rig.store_prompt(prompt(1, 5))
     assert rig.cache.acquire(N, prompt(2)) is Room.SOON
     assert rig.transfers.waiting, "the only page is written down, to make room"
-    holder = held(rig, prompt(1, 6))
+    holder = opened(rig, prompt(1, 6))
 
     rig.settle()
 

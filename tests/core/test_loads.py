@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.core.prompts import N, opened, prompt
 from tiercache.lease import Fetch, Lease
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.testing.rig import CacheRig
 from tiercache.types import Tier
 
-N = b"n" * 32
-
-
-def prompt(seed: int, tokens: int) -> np.ndarray:
-    return np.arange(tokens, dtype=np.int32) + 1000 * seed
-
 
 def waiting(rig: CacheRig, tokens: np.ndarray) -> Lease:
     """A lease on a stored prompt that is on no faster tier than HOST."""
-    lease = rig.cache.acquire(N, tokens)
-    assert isinstance(lease, Lease)
+    lease = opened(rig, tokens)
     assert rig.cache.fetch_state(lease) is Fetch.WAITING
     return lease
 

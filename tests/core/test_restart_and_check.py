@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
-from tiercache.lease import Lease
+from tests.core.prompts import N, opened, prompt, rig_with_disk
 from tiercache.restore import restore
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.testing.rig import CacheRig
 from tiercache.transfer import Erase
 from tiercache.types import SlotState, Tier
-
-N = b"n" * 32
-
-
-def prompt(seed: int, tokens: int = 17) -> np.ndarray:
-    """A prompt unlike that of any other seed from its first token on."""
-    return np.arange(tokens, dtype=np.int32) + 1000 * seed
-
-
-def opened(rig: CacheRig, tokens: np.ndarray, **options: bool) -> Lease:
-    lease = rig.cache.acquire(N, tokens, **options)
-    assert isinstance(lease, Lease)
-    return lease
-
-
-def rig_with_disk(store: SimulatedStore, host: int = 0, **options: int) -> CacheRig:
-    tiers = {Tier.DEVICE: 16, Tier.HOST: host, Tier.DISK: store.capacity_pages}
-    return CacheRig({tier: pages for tier, pages in tiers.items() if pages}, store=store, **options)
-
 
 # Restart
 
