@@ -13,7 +13,6 @@ answer is known from an earlier life, and has to give the same one.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import random
 import signal
@@ -37,12 +36,11 @@ from benchmarks.common import ROOT, ask, free_port, machine, save, wait_until_re
 from engine.testing import save_tiny_model
 from tiercache.tiers import disk_admin
 from tiercache.tiers.disk import DiskStore
-from tiercache.tiers.disk_folder import LOCK
+from tiercache.tiers.disk_folder import when_let_go
 
 _CAPACITY_BYTES = 4 << 20
 _PROMPT_TOKENS, _VOCABULARY = 200, 256
 _CLIENTS = 2
-_LET_GO_SECONDS = 5.0
 MODEL = "bundled"
 """The name by which requests ask for it: that of its folder."""
 
@@ -159,23 +157,9 @@ def _keep_busy(
         threading.Thread(target=ask_for_ever, daemon=True).start()
 
 
-def _wait_until_let_go(path: Path) -> None:
-    """A process that was killed holds its lock until what it asked of the disk has ended."""
-    with (path / LOCK).open("rb") as lock:
-        deadline = time.monotonic() + _LET_GO_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.05)
-            else:
-                return
-
-
 def _look(path: Path, report: ServerKillReport) -> None:
-    _wait_until_let_go(path)
     try:
-        meta = disk_admin.summarize(path).meta
+        meta = when_let_go(lambda: disk_admin.summarize(path)).meta
         store = DiskStore.open(
             path,
             capacity_bytes=_CAPACITY_BYTES,

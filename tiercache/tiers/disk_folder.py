@@ -16,12 +16,36 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tiercache.errors import ConfigError, TierError, TierUnavailable
 
 LOCK, PAGES, INDEX = "LOCK", "pages", "index"
 _ENVIRONMENTS = (PAGES, INDEX)
+_TAKE_OVER_SECONDS = 5.0
+"""How long to wait for the process of a server that has just been killed to let go."""
+
+T = TypeVar("T")
+
+
+def when_let_go(open_store: Callable[[], T]) -> T:
+    """What `open_store` returns, tried again for a moment while another process has the store.
+
+    A process that was killed holds its lock until what it asked of the disk has ended.
+    """
+    deadline = time.monotonic() + _TAKE_OVER_SECONDS
+    while True:
+        try:
+            return open_store()
+        except ConfigError as error:
+            is_held = isinstance(error.__cause__, BlockingIOError)
+            if not is_held or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 DATA, _READERS = "data.mdb", "lock.mdb"
 _STATE_BYTES = 64
 _MAKING, _RUNNING = "making", "running"

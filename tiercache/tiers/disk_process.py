@@ -13,22 +13,16 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from tiercache.errors import ConfigError
 from tiercache.tiers.disk import DiskStore
-from tiercache.tiers.disk_facts import Opening
+from tiercache.tiers.disk_folder import when_let_go
 from tiercache.tiers.disk_wire import Place, Region, StoreFacts
 
-_TAKE_OVER_SECONDS = 5.0
-"""How long to wait for the process of a server that has just been killed to let go."""
 _NICENESS = 10
 """The engine computes first: where cores are short, moving pages takes what it leaves."""
-_IN_USE = "is in use by another process"
 
 
 class StoreServer:
@@ -90,7 +84,7 @@ def main() -> None:
     (path, asked), descriptors = control.recv()
     regions = [Region(descriptor) for descriptor in descriptors]
     try:
-        store = _opened(path, asked)
+        store = when_let_go(lambda: DiskStore.open_as(path, asked))
     except Exception as error:  # told to who asked
         control.send((False, error))
         return
@@ -102,18 +96,6 @@ def main() -> None:
     server.serve(control)
     store.close()
     os._exit(0)  # lanes still wait in their threads; there is nothing left to tidy
-
-
-def _opened(path: Path, asked: Opening) -> DiskStore:
-    """A server that was killed leaves its store's process a moment behind."""
-    deadline = time.monotonic() + _TAKE_OVER_SECONDS
-    while True:
-        try:
-            return DiskStore.open_as(path, asked)
-        except ConfigError as error:
-            if _IN_USE not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 if __name__ == "__main__":
