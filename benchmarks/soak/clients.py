@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import random
 import threading
 import time
@@ -29,10 +28,15 @@ PATIENT_SECONDS = 1800.0
 """Longest wait of a client that means to have its answer; the processor may be busy elsewhere."""
 
 
+TTL_SECONDS = 2
+_COMPARED_AT_ONCE = 4
+
+
 class Outcome(StrEnum):
     """How a request of a soak may end."""
 
     ANSWERED = "answered"
+    CUT_SHORT = "ended with `length` early: beside what is pinned, DEVICE had no room for more"
     CUT_OFF = "cut off at the deadline of the server"
     HUNG_UP = "given up by its client"
     SENT_AWAY = "sent away with 429 and a time to come back"
@@ -74,32 +78,32 @@ class Tenant:
         return {"authorization": f"Bearer {self.key}"}
 
 
-class Checker(threading.Thread):
-    """Compares answers with the reference, one after another, until told that no more come."""
+class Checker:
+    """Compares answers with the reference, a few at a time; what is compared twice is cheap."""
 
     def __init__(self, reference: Reference, tally: Tally) -> None:
-        super().__init__(daemon=True)
         self._reference = reference
         self._tally = tally
-        self._answers: queue.SimpleQueue[tuple[Ask, str, bool] | None] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(_COMPARED_AT_ONCE)
 
     def compare(self, ask: Ask, text: str, *, is_whole: bool) -> None:
         """Takes an answer in, or the beginning of one."""
-        self._answers.put((ask, text, is_whole))
+        self._pool.submit(self._compare, ask, text, is_whole)
 
     def finish(self) -> None:
         """Waits until everything has been compared."""
-        self._answers.put(None)
-        self.join()
+        self._pool.shutdown()
 
-    def run(self) -> None:
-        while (answer := self._answers.get()) is not None:
-            ask, text, is_whole = answer
+    def _compare(self, ask: Ask, text: str, is_whole: bool) -> None:
+        try:
             expected = self._reference.text(ask)
-            if text != expected if is_whole else not expected.startswith(text):
-                self._tally.fail(f"{ask}: {parting(text, expected)}")
-            with self._tally.lock:
-                self._tally.compared["whole" if is_whole else "in part"] += 1
+        except Exception as error:  # a comparison that cannot be made is none that was passed
+            self._tally.fail(f"{ask}: {error!r}")
+            return
+        if text != expected if is_whole else not expected.startswith(text):
+            self._tally.fail(f"{ask}: {parting(text, expected)}")
+        with self._tally.lock:
+            self._tally.compared["whole" if is_whole else "in part"] += 1
 
 
 class Client(threading.Thread):
@@ -157,8 +161,8 @@ class Client(threading.Thread):
     def _wishes(self) -> dict[str, Any]:
         wishes: list[dict[str, Any]] = [{"priority": 10}, {"will_return": "no"}]
         if self._tenant.is_trusted:
-            wishes += [{"priority": 90}, {"ttl_seconds": 5}, {"store": False}]
-            wishes += [{"pin": True, "ttl_seconds": 5}, {"will_return": "yes"}]
+            wishes += [{"priority": 90}, {"ttl_seconds": TTL_SECONDS}, {"store": False}]
+            wishes += [{"pin": True, "ttl_seconds": TTL_SECONDS}, {"will_return": "yes"}]
         return self._chance.choice(wishes)
 
     def _ask_at_once(self, ask: Ask, body: dict[str, Any]) -> Outcome:
@@ -167,14 +171,15 @@ class Client(threading.Thread):
             return refusal(answer)
         choice = answer.json()["choices"][0]
         text = choice["text"] if ask.turns is None else choice["message"]["content"]
-        self._checker.compare(ask, text, is_whole=True)
-        return Outcome.ANSWERED
+        outcome = ending(ask, choice["finish_reason"], answer.json()["usage"])
+        self._checker.compare(ask, text, is_whole=outcome is Outcome.ANSWERED)
+        return outcome
 
     def _ask_for_a_stream(self, ask: Ask, body: dict[str, Any], patience: float) -> Outcome:
         """`patience` is how long the client waits for the next thing to read; 0 is not at all."""
         pieces: list[str] = []
         timeout = httpx.Timeout(PATIENT_SECONDS, read=patience or PATIENT_SECONDS)
-        body = body | {"stream": True}
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
         outcome = Outcome.HUNG_UP
         try:
             with self._http.stream("POST", ask.path, json=body, timeout=timeout) as response:
@@ -182,7 +187,7 @@ class Client(threading.Thread):
                     response.read()
                     return refusal(response)
                 if patience:
-                    outcome = self._read(response, pieces, self._is_short_of(patience))
+                    outcome = self._read(ask, response, pieces, self._is_short_of(patience))
         except httpx.ReadTimeout:
             if patience == PATIENT_SECONDS:
                 raise
@@ -193,17 +198,22 @@ class Client(threading.Thread):
         """Pieces of text after which a client that is impatient hangs up."""
         return 1_000_000 if patience == PATIENT_SECONDS else self._chance.choice((1, 5, 1_000_000))
 
-    def _read(self, response: httpx.Response, pieces: list[str], most_pieces: int) -> Outcome:
+    def _read(
+        self, ask: Ask, response: httpx.Response, pieces: list[str], most_pieces: int
+    ) -> Outcome:
+        reason, usage = "", {}
         for event in events(response):
             if event is None:
-                return Outcome.ANSWERED
+                return ending(ask, reason, usage)
             if "error" in event:
                 if event["error"]["code"] == "deadline_exceeded":
                     return Outcome.CUT_OFF
                 raise ValueError(str(event["error"]))
+            usage = event["usage"] or usage
             for choice in event["choices"]:
                 text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
                 pieces.append(text)
+                reason = choice["finish_reason"] or reason
             if len(pieces) >= most_pieces:
                 return Outcome.HUNG_UP
         raise ValueError("the stream ended without its end")
@@ -212,7 +222,7 @@ class Client(threading.Thread):
         body = draw(self._chance).prompt(self._reference.vocabulary)
         act = self._chance.choice(("prefetch", "lookup", "pins"))
         if act == "pins":
-            body["ttl_seconds"] = 5
+            body["ttl_seconds"] = TTL_SECONDS
             if not self._tenant.is_trusted:
                 act = "lookup"
                 del body["ttl_seconds"]
@@ -236,6 +246,14 @@ class Client(threading.Thread):
         if not 400 <= answer.status_code < 500:
             raise ValueError(f"{answer.status_code} for {raw[:200]!r}: {answer.text[:300]}")
         return refusal(answer)
+
+
+def ending(ask: Ask, reason: str, usage: dict[str, Any]) -> Outcome:
+    """Whether an answer that came to its end is whole."""
+    if reason not in ("stop", "length"):
+        raise ValueError(f"{ask} ended with {reason!r}")
+    is_short = reason == "length" and usage["completion_tokens"] < ask.max_tokens
+    return Outcome.CUT_SHORT if is_short else Outcome.ANSWERED
 
 
 def refusal(answer: httpx.Response) -> Outcome:

@@ -20,6 +20,7 @@ from benchmarks.common import served_process
 from benchmarks.soak.asks import CONTEXT_TOKENS, Reference
 from benchmarks.soak.clients import (
     PATIENT_SECONDS,
+    TTL_SECONDS,
     Checker,
     Client,
     Tally,
@@ -35,7 +36,6 @@ TRUSTED, PLAIN = Tenant("trusted-key", True), Tenant("plain-key", False)
 OPERATOR = {"authorization": "Bearer operator-key"}
 _ROOM_BYTES = 4 << 30
 """How far the file system is above the floor that the store keeps, as a soak begins."""
-_LONGEST_TTL_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,6 @@ class Soak:
         """Starts a server, lets everything happen to it for as long as planned, and looks."""
         reference = Reference(self._config["model"]["source"])
         checker = Checker(reference, self.tally)
-        checker.start()
         with served_process(self._config, self._folder) as (self._url, process):
             self._pid = process.pid
             with self._everything(reference, checker):
@@ -243,7 +242,7 @@ class Soak:
     def _look_at_rest(self) -> None:
         """Nothing may be held by anybody any more, and the disk is in use."""
         deadline = time.monotonic() + self._plan.patience_seconds
-        time.sleep(_LONGEST_TTL_SECONDS)
+        time.sleep(TTL_SECONDS)
         while True:
             stats: dict[str, Any] = get(self._url, "/v1/cache/stats", OPERATOR)
             held = {
