@@ -158,6 +158,9 @@ class Generating:
     def _raise_unless_complete(self, event: Finished) -> None:
         if event.reason is FinishReason.ERROR:
             message = event.message or "the engine could not finish this request"
+            if event.retry_after_seconds is not None:
+                headers = {"retry-after": str(event.retry_after_seconds)}
+                raise ApiError(429, message, code="no_room", headers=headers)
             raise ApiError(500, message, code="generation_failed")
         if event.reason is FinishReason.ABORT:
             raise shutting_down(event.message)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from engine.api import FinishReason, TextDelta
+from engine.api import Finished, FinishReason, TextDelta, Usage
 from tests.server.conftest import Connect
 from tests.server.scripted_engine import HELLO, ScriptedEngine
 
@@ -119,3 +119,14 @@ def test_a_client_that_leaves_while_it_sends_takes_no_place_and_breaks_nothing(
         time.sleep(0.02)
     assert answer.status_code == 200
     assert not caplog.records
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_pins_keep_out_is_told_when_to_come_back(
+    http: httpx.Client, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.script = (Finished(FinishReason.ERROR, Usage(1), "pinned", retry_after_seconds=5),)
+    answer = http.post(PATH, json=BODY | {"stream": stream})
+    assert "no_room" in answer.text.rstrip().split("\n\n")[-1]
+    if not stream:
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")
