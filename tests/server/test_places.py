@@ -67,6 +67,9 @@ def test_requests_that_are_still_being_read_have_places_too(
         chat_template = "slow"
         added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
+        def get_vocab(self) -> dict[str, int]:
+            return {"hi": 0}
+
         def apply_chat_template(self, *_: object, **__: object) -> str:
             entered.set()
             release.wait(30)
