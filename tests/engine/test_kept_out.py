@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import admission
-from engine.api import FinishReason
+from engine.api import FinishReason, RequestError
 from tests.engine.conftest import MakeRig, Rig, prompt
 
 TENANTS = {"owner": {"keys": ["k"], "pins": 1, "quota": {"device": "45KiB"}}}
@@ -67,3 +67,23 @@ def test_who_can_wait_for_a_pin_to_end_is_answered(make_rig: MakeRig) -> None:
     rig = make_rig(device=256)
     pin(rig, 192, ttl_seconds=0.5)
     assert rig.answer(prompt(1, 100)).reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("tenant", "tokens"), [("", 256), ("owner", 112)])
+def test_a_prompt_of_any_size_is_refused_or_answered(
+    make_rig: MakeRig, tenant: str, tokens: int
+) -> None:
+    """Around what DEVICE, or the tenant's quota there, holds."""
+    rig = make_rig(device=256, tenants=TENANTS)
+    refused = []
+    for size in range(tokens - 20, tokens + 20):
+        try:
+            end = rig.answer(prompt(size, size), tenant=tenant, max_tokens=40)
+        except RequestError as error:
+            refused.append((error.field, size))
+        else:
+            assert end.reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert end.token_ids
+    first = refused[0][1]
+    assert refused == [("prompt", size) for size in range(first, tokens + 20)]
+    rig.assert_nothing_is_held()
