@@ -76,7 +76,11 @@ class Steps:
             for active in self._roster.admitted
             if active.state is State.RUNNING and self._is_covered(active)
         ]
-        return plan_step(running, self._settings.prefill_chunk_tokens)
+        return plan_step(
+            running,
+            self._settings.prefill_chunk_tokens,
+            is_alone=len(self._roster.everyone) == 1,
+        )
 
     def _is_covered(self, active: Active) -> bool:
         assert active.lease is not None

@@ -269,7 +269,10 @@ class EngineConfig(Section):
         default=16, ge=1, le=4096, description="Requests computed together in one step."
     )
     prefill_chunk_tokens: int = Field(
-        default=512, ge=1, le=65536, description="Most prompt tokens computed in one step."
+        default=512,
+        ge=1,
+        le=65536,
+        description="Most prompt tokens computed in one step; twice as many of a lone request.",
     )
     working_copy_capacity: SizeOrAuto = Field(
         default="auto", description="Bytes for contiguous KV of running requests on CPU, or auto."
