@@ -281,6 +281,10 @@ class EngineConfig(Section):
     attention: Literal["auto", "triton", "flashinfer", "gather"] = Field(
         default="auto", description="What computes attention on a GPU; auto is triton where it can."
     )
+    pack_weights: bool = Field(
+        default=True,
+        description="Join and lay out weights for decoding on a CPU; off, modules are the library's.",
+    )
     decode_graphs: bool = Field(
         default=False,
         description="Record decoding steps on a GPU and replay them, where that can be.",

@@ -103,7 +103,7 @@ class CpuParts:
         self.device = device
 
     def model_options(self, config: Config) -> dict[str, Any]:
-        return {"dtype": config.model.dtype}
+        return {"dtype": config.model.dtype, "pack_weights": config.engine.pack_weights}
 
     def place_model(self, model: LoadedModel) -> None:
         """It is there."""
