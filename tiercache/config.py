@@ -283,7 +283,7 @@ class EngineConfig(Section):
     )
     pack_weights: bool = Field(
         default=True,
-        description="Join and lay out weights for decoding on a CPU; off, modules are the library's.",
+        description="Join and lay out weights for decoding on a CPU; off keeps the library's.",
     )
     decode_graphs: bool = Field(
         default=False,
