@@ -10,6 +10,7 @@ A lane carries one call at a time: `(method, arguments)` there, `(True, value)` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiercache.tiers.memory import SharedBlock
 from tiercache.types import Bytes
@@ -18,6 +19,15 @@ HOST, STAGING = 0, 1
 
 Place = tuple[int, int]
 """A row: region, and offset in bytes."""
+
+
+class Named(NamedTuple):
+    """What a page that is to be read is called: a record's identity, and all of it that travels."""
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)
