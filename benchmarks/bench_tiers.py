@@ -2,17 +2,17 @@
 
     python -m benchmarks.bench_tiers [--folder DIR] [--rounds 21]
 
-500 pages (8,000 tokens, 184 MB) through the very transfers a server uses, in moves of 12 MiB: HOST →
-DEVICE as loads do it (by layer groups), DEVICE → HOST, DISK → HOST from the page cache; then 16
+500 pages (8,000 tokens, 184 MB) through the very transfers a server uses, in moves of 12 MiB: HOST
+→ DEVICE as loads do it (by layer groups), DEVICE → HOST, DISK → HOST from the page cache; then 16
 prefixes one after the other against all at once. Rounds of all contestants alternate; figures are
 medians.
 
-DISK → HOST from a cold disk is measured beside a read of as many bytes through O_DIRECT. Before each
-round the store is closed and opened anew, since what its process has mapped stays in the page cache
-whatever is dropped; and the bytes that the process then had read from the disk are counted.
+DISK → HOST from a cold disk is measured beside a read of as many bytes through O_DIRECT. Before
+each round the store is closed and opened anew, since what its process has mapped stays in the page
+cache whatever is dropped; and the bytes that the process then had read from the disk are counted.
 
 And the look-up of 8,000 tokens: stored as one node; split by 1,000 other prompts; and come in 100
-turns, each of which was also asked another way.
+turns, each of which was also asked in another way.
 """
 
 from __future__ import annotations
