@@ -22,38 +22,34 @@ class Run:
     Tokens lie in a bytearray, since that compares itself with an array without making another.
     """
 
-    __slots__ = ("_ids", "_token_bytes", "page_count", "page_tokens")
+    __slots__ = ("_page_bytes", "_token_bytes", "ids", "page_count")
 
     def __init__(self, page_tokens: int) -> None:
-        self.page_tokens = page_tokens
+        self._page_bytes = page_tokens * TOKEN.itemsize
+        """Of the tokens of one page."""
         self.page_count = 0
-        self._ids = _NOTHING
+        self.ids = _NOTHING
+        """Page ids, int32; of these the first `page_count`."""
         self._token_bytes = bytearray()
 
     @property
     def buffer_bytes(self) -> int:
         """Unused ends included."""
-        return int(self._ids.nbytes) + len(self._token_bytes)
-
-    def pages(self, start: int, stop: int) -> PageIds:
-        """Ids, int32; a view."""
-        if start == 0 and stop == self._ids.size:
-            return self._ids
-        return self._ids[start:stop]
+        return int(self.ids.nbytes) + len(self._token_bytes)
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """The tokens of pages `[start, stop)`; a view, not to be written."""
-        count, first = (stop - start) * self.page_tokens, start * self.page_tokens
-        return np.frombuffer(self._token_bytes, TOKEN, count, first * TOKEN.itemsize)
+        count = (stop - start) * self._page_bytes // TOKEN.itemsize
+        return np.frombuffer(self._token_bytes, TOKEN, count, start * self._page_bytes)
 
     def page_at(self, index: int) -> bytes:
         """The bytes of one page's tokens."""
-        page_bytes = self.page_tokens * TOKEN.itemsize
-        return bytes(self._token_bytes[index * page_bytes : (index + 1) * page_bytes])
+        first = index * self._page_bytes
+        return bytes(self._token_bytes[first : first + self._page_bytes])
 
     def shared_pages(self, start: int, stop: int, prompt: memoryview, at: int) -> int:
         """How many whole pages of `[start, stop)` agree with the bytes of `prompt` from `at` on."""
-        page_bytes = self.page_tokens * TOKEN.itemsize
+        page_bytes = self._page_bytes
         stored, first = self._token_bytes, start * page_bytes
         ahead = prompt[at : at + (stop - start) * page_bytes]
         pages = len(ahead) // page_bytes
@@ -73,31 +69,31 @@ class Run:
     def append(self, tokens: Tokens, pages: PageIds) -> None:
         first = self.page_count
         if not first:
-            self._ids, self._token_bytes = pages.astype(np.int32), bytearray(tokens.data)
+            self.ids, self._token_bytes = pages.astype(np.int32), bytearray(tokens.data)
             self.page_count = pages.size
             return
         needed = first + pages.size
-        if needed > self._ids.size:
+        if needed > self.ids.size:
             self._resize(max(needed, 2 * first))
-        self._ids[first:needed] = pages
+        self.ids[first:needed] = pages
         self.page_count = needed
         self.tokens(first, needed)[:] = tokens
 
     def truncate(self, page_count: int) -> None:
         self.page_count = page_count
-        if page_count < self._ids.size // 4:
+        if page_count < self.ids.size // 4:
             self._resize(page_count)
 
     def part(self, start: int, stop: int) -> Run:
         """A run of its own with these pages, and of their tokens only those of the first page."""
-        part = Run(self.page_tokens)
+        part = Run(self._page_bytes // TOKEN.itemsize)
         part.page_count = stop - start
-        part._ids, part._token_bytes = self._ids[start:stop].copy(), bytearray(self.page_at(start))
+        part.ids, part._token_bytes = self.ids[start:stop].copy(), bytearray(self.page_at(start))
         return part
 
     def _resize(self, capacity: int) -> None:
-        count, page_bytes = min(self.page_count, capacity), self.page_tokens * TOKEN.itemsize
+        count, page_bytes = min(self.page_count, capacity), self._page_bytes
         ids, token_bytes = np.empty(capacity, np.int32), bytearray(capacity * page_bytes)
-        ids[:count] = self._ids[:count]
+        ids[:count] = self.ids[:count]
         token_bytes[: count * page_bytes] = memoryview(self._token_bytes)[: count * page_bytes]
-        self._ids, self._token_bytes = ids, token_bytes
+        self.ids, self._token_bytes = ids, token_bytes

@@ -98,7 +98,7 @@ class Node:
 
     @property
     def pages(self) -> PageIds:
-        return self.run.pages(self.start, self.stop)
+        return self.run.ids[self.start : self.start + self.page_count]
 
     @property
     def first_page(self) -> bytes:
@@ -241,7 +241,7 @@ class Tree:
             run, start = child.run, child.start
             stop = run.page_count if run is node.run else start + child.page_count
             taken = run.shared_pages(start, stop, prompt, at)
-            pages = run.pages(start, start + taken)
+            pages = run.ids[start : start + taken]
             at += taken * page_bytes
             found.append(pages)
             node = child
