@@ -241,12 +241,12 @@ class Tree:
             run, start = child.run, child.start
             stop = run.page_count if run is node.run else start + child.page_count
             taken = run.shared_pages(start, stop, prompt, at)
-            pages = run.ids[start : start + taken]
+            part = run.ids[start : start + taken]
             at += taken * page_bytes
-            found.append(pages)
+            found.append(part)
             node = child
             if taken > child.page_count:
-                node = self._nodes[int(self._node_of[pages[-1]])]
+                node = self._nodes[int(self._node_of[part[-1]])]
                 taken -= node.start - start
             beyond = taken < node.page_count
         if len(found) > 1:
