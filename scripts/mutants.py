@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "match-rounds-up",
         "whole pages only",
-        T,
+        "tiercache/runs.py",
         "        return same\n",
         "        return differ\n",
     ),

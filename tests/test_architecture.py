@@ -27,6 +27,7 @@ LAYERS = [
         "layers",
     },
     {
+        "runs",
         "tree",
         "tenants",
         "tenant_room",

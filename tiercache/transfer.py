@@ -174,15 +174,15 @@ class Carrier:
         return [(r, rows[slot]) for r, slot in zip(move.records, slots.tolist(), strict=True)]
 
     def carry_layers(self, moves: Sequence[Move]) -> list[Completion]:
-        """Several loads as one: the first layer group of all their pages, then the second."""
+        """Several loads as one: the first layer groups of all their pages, then the second."""
         started = time.perf_counter()
         errors: dict[int, str] = {}
-        for group in range(max(len(arrivals_of(move).groups) for move in moves)):
+        for groups in arrivals_of(moves[0]).groups.pieces:  # as all pages of a pool have them
             for move in moves:
                 if move.serial in errors:
                     continue
                 try:
-                    self._copy_group(move, group)
+                    self._copy_piece(move, groups)
                 except Exception as fault:  # a worker lives on, and so do the other loads
                     errors[move.serial] = f"{type(fault).__name__}: {fault}"
                     arrivals_of(move).fail(errors[move.serial])
@@ -199,13 +199,13 @@ class Carrier:
             for move in moves
         ]
 
-    def _copy_group(self, move: Move, group: int) -> None:
+    def _copy_piece(self, move: Move, groups: range) -> None:
         (hop,) = move.hops
-        part = arrivals_of(move).groups.bytes_of(group)
+        part = arrivals_of(move).groups.bytes_of_all(groups)
         rows_in, rows_out = self._pools[move.source].rows, self._pools[hop.tier].rows
         for slot_in, slot_out in zip(move.source_slots.tolist(), hop.slots.tolist(), strict=True):
             rows_out[slot_out, part] = rows_in[slot_in, part]
-        arrivals_of(move).arrive(group)
+        arrivals_of(move).arrive(groups[-1])
 
     def carry_erases(self, erases: Sequence[Erase]) -> list[Completion]:
         """Several erases as one: what costs is the commit, not the key."""
