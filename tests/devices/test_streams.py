@@ -147,6 +147,16 @@ def test_a_device_closes_only_when_nothing_is_under_way() -> None:
             World(deaf, BY_ENGINE).device.close()
 
 
+def test_to_rest_is_to_have_computed_everything_asked_for() -> None:
+    world = World(FakeCuda(Order.LATE), BY_ENGINE)
+    done: list[int] = []
+    world.cuda.compute(lambda: done.append(1))
+    assert not done
+    world.device.rest()
+    assert done
+    world.device.close()
+
+
 def test_a_layer_waits_for_its_own_group_only() -> None:
     world = World(FakeCuda(Order.LATE), BY_ENGINE)
     world.host[0] = 5
