@@ -155,6 +155,10 @@ class PagedParts:
     def __init__(self, device: Device, attention: str = "") -> None:
         self.device = device
         self._attention = attention
+        self.pool: torch.Tensor | None = None
+        """DEVICE, once it is there."""
+        self.host: MemoryPool | None = None
+        """HOST, if it is on."""
         self._layout: PageLayout | None = None
         self._carrier: DeviceCarrier | None = None
 
@@ -169,8 +173,8 @@ class PagedParts:
         self, capacity_pages: int, layout: PageLayout, host: MemoryPool | None
     ) -> tuple[torch.Tensor, dict[Tier, MemoryPool]]:
         """DEVICE has no rows that a processor could read."""
-        self._layout = layout
-        pool = self.device.allocate_pool(capacity_pages, layout)
+        self._layout, self.host = layout, host
+        pool = self.pool = self.device.allocate_pool(capacity_pages, layout)
         if host is None:
             return pool, {}
         self.device.register_host(host.rows)
