@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
@@ -143,7 +144,12 @@ class Served:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """The tiers' memory is free for the next engine, on the GPU too."""
         self.engine.stop(0)
+        del self.engine, self.parts
+        gc.collect()
+        if not self.ground.rehearses:
+            torch.cuda.empty_cache()
 
     # Requests
 
@@ -175,22 +181,23 @@ class Served:
         """On the engine's thread, between two steps."""
         return self.engine.call(function).result(_WAIT_SECONDS)
 
-    def rest(self, seconds: float = _WAIT_SECONDS) -> None:
-        """Until everything that is written down is."""
+    def comes_to_rest(self, seconds: float = _WAIT_SECONDS) -> bool:
+        """Waits until everything that is written down is; False where that takes longer."""
         deadline = time.monotonic() + seconds
         while not self.call(lambda cache: cache.idle):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the cache did not come to rest in {seconds} s")
+                return False
             time.sleep(0.002)
+        return True
 
     def evict(self, *tiers: Tier) -> None:
-        """Empties tiers, once every page has its slower copy."""
-        self.rest()
+        """Empties tiers. What has no slower copy yet, or is being written, leaves when it can."""
+        deadline = time.monotonic() + _WAIT_SECONDS
         for tier in tiers:
-            report = self.call(lambda cache, tier=tier: cache.evict(tier))
-            if report.kept_no_slower_copy or report.kept_pinned:
-                raise RuntimeError(f"{tier.label} cannot be emptied: {report}")
-            self.rest()
+            while self.call(lambda cache, tier=tier: _still_there(cache, tier)):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{tier.label} cannot be emptied")
+                time.sleep(0.002)
 
     def slots(self, tier: Tier, tokens: Tokens) -> Slots:
         """Where the stored pages of a prompt are on a tier that has all of them."""
@@ -259,3 +266,9 @@ class Served:
 
         seconds: float = self.call(lambda _cache: self.ground.seconds(load))
         return seconds
+
+
+def _still_there(cache: TierCache, tier: Tier) -> bool:
+    cache.evict(tier)
+    states = cache.catalog.tiers[tier].slot_state
+    return bool((states != int(SlotState.FREE)).any())

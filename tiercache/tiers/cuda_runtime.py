@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tiercache.errors import ConfigError
 from tiercache.tiers.cuda_source import MOST_PAIRS, SOURCE, PagePairs
 from tiercache.types import Slots
 
@@ -111,8 +112,18 @@ class CupyRuntime:
         self._cuda.setDevice(0)
         self._torch.cuda.init()
         self._module: Any = importlib.import_module("cupy").RawModule(code=SOURCE)
-        # Compiled and loaded here: what is wrong is said at the start, and no request waits for it.
-        self._kernel = int(self._module.get_function("copy_pages").kernel.ptr)
+        self._kernel = self._compiled()
+
+    def _compiled(self) -> int:
+        """The kernel, at the start: what is wrong is said then, and no request waits for it."""
+        try:
+            return int(self._module.get_function("copy_pages").kernel.ptr)
+        except Exception as error:  # of NVRTC, of loading it, or of the driver
+            raise ConfigError(
+                "model.device: cuda needs CuPy to compile a kernel, which fails here"
+                f" ({type(error).__name__}: {error}); it looks for NVRTC of its CUDA version"
+                " (docs/gpu.md)"
+            ) from error
 
     def create_stream(self) -> int:
         return int(self._cuda.streamCreateWithFlags(_NON_BLOCKING))
