@@ -126,7 +126,7 @@ def _parts(options: argparse.Namespace) -> Iterator[tuple[str, Part]]:
 
 
 def _run(
-    module: str, function: str, rehearses: bool, _left_seconds: float
+    module: str, function: str, rehearses: bool, left_seconds: float
 ) -> Iterator[dict[str, Any]]:
     import torch
 
@@ -135,7 +135,7 @@ def _run(
     if rehearses:
         torch.set_num_threads(1)  # small products, and others are at work on this machine
     part = getattr(importlib.import_module(module), function)
-    ground = Ground(rehearses=rehearses)
+    ground = Ground(rehearses=rehearses, seconds=left_seconds)
     try:
         for row in part(ground):
             yield asdict(row)

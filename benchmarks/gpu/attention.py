@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.ground import Ground, Row, at_least, shuffled
+from benchmarks.gpu.ground import Ground, Row, at_least, out_of_time, shuffled
 from engine.devices.graphs import CudaRecorder
 from engine.devices.paged_batch import PagedRequest, build_batch
 from engine.devices.triton_attention import Shape, TritonAttention
@@ -29,6 +29,9 @@ def kernel_time(ground: Ground) -> Iterator[Row]:
     attention = TritonAttention(shape, processors)
     for context in dims.contexts:
         for batch in dims.batches:
+            if ground.is_out_of_time:
+                yield out_of_time("kernel", f"decode batch {batch} at {context}")
+                continue
             seconds = _seconds(ground, attention, batch, context)
             size = batch * context * 2 * dims.kv_heads * dims.head_dim * ground.dtype.itemsize
             name = f"decode batch {batch} at {context}"

@@ -82,14 +82,21 @@ class RehearsedDevice(CudaDevice):
 class Ground:
     """See the module. Makes things; whoever asked for them closes them."""
 
-    def __init__(self, *, rehearses: bool) -> None:
+    def __init__(self, *, rehearses: bool, seconds: float = 1e9) -> None:
+        """`seconds` is how long the part may take."""
         self.rehearses = rehearses
+        self._deadline_seconds = time.monotonic() + seconds
         self.engine_bytes = 4096
         """In a rehearsal, from which size on pages are copied one by one."""
         self.torch_device = "cpu" if rehearses else "cuda"
         self.dtype = torch.float32 if rehearses else torch.bfloat16
         self.dims = TINY if rehearses else LLAMA_8B
         self._models: dict[Dims, Any] = {}
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Asked between two measurements: what has begun is finished, and no more is begun."""
+        return time.monotonic() > self._deadline_seconds
 
     def require(self, *without: str) -> None:
         """Raises ConfigError naming what is missing here, `without` counting as there."""
@@ -191,6 +198,10 @@ class World:
     def close(self) -> None:
         self.device.close()
         self.host.close()
+
+
+def out_of_time(part: str, what: str) -> Row:
+    return Row(part, what, "not run: out of time")
 
 
 def span(count: int, first: int = 0) -> Slots:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu.ground import Ground, Row, at_least
+from benchmarks.gpu.ground import Ground, Row, at_least, out_of_time
 from benchmarks.gpu.served import Served, Sizes, loaded
 from engine.api import Finished
 from tiercache.types import Tier, Tokens
@@ -54,6 +54,9 @@ def time_to_first_token(ground: Ground) -> Iterator[Row]:
         yield Row("ttft", "engine built and warm", round(time.perf_counter() - began, 2), "s")
         prompts = Prompts(ground)
         for context in dims.contexts:
+            if ground.is_out_of_time:
+                yield out_of_time("ttft", f"{context} tokens")
+                continue
             prefix = prompts.some(context)
             yield from _states(served, prompts, prefix)
             if context == dims.contexts[0]:
@@ -138,6 +141,9 @@ def decoding(ground: Ground) -> Iterator[Row]:
     tokens = most * (dims.decode_context + dims.decode_steps + 4 * dims.page_tokens)
     model = loaded(ground.model(), ground.dtype)
     for name, graphs in (("as it comes", False), ("graphs", True)):
+        if ground.is_out_of_time:
+            yield out_of_time("decode", name)
+            continue
         sizes = Sizes(
             tokens, chunk=dims.chunk, requests=most, engine={"decode_graphs": graphs}
         )  # fmt: skip
@@ -152,6 +158,9 @@ def decoding(ground: Ground) -> Iterator[Row]:
                 rate = _rate(served, asked[:batch], dims.decode_steps)
                 yield Row("decode", f"batch {batch}, {name}", round(rate, 1), "tokens/s")
     for batch in dims.batches:
+        if ground.is_out_of_time:
+            yield out_of_time("decode", f"batch {batch}, plain transformers")
+            continue
         rate = _plain_rate(ground, batch)
         yield Row("decode", f"batch {batch}, plain transformers", round(rate, 1), "tokens/s")
 

@@ -59,3 +59,12 @@ def test_wheels_that_are_the_machines_own_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "torch-9.9" in done.stderr
+
+
+def test_a_part_that_is_out_of_time_says_what_it_left_out() -> None:
+    from benchmarks.gpu.attention import kernel_time
+    from benchmarks.gpu.ground import Ground
+
+    ground = Ground(rehearses=True, seconds=-1)
+    left_out = [row for row in kernel_time(ground) if row.value == "not run: out of time"]
+    assert len(left_out) == len(ground.dims.contexts) * len(ground.dims.batches)
