@@ -52,7 +52,8 @@ def _seconds(ground: Ground, attention: TritonAttention, batch: int, context: in
     slots = shuffled(pages * batch)
     shape = ground.layout().shape
     layer_bytes = slots.size * math.prod(shape[1:]) * ground.dtype.itemsize
-    layers = max(1, min(dims.layers, _POOL_BYTES // layer_bytes))
+    most = 1 if ground.rehearses else _POOL_BYTES
+    layers = max(1, min(dims.layers, most // layer_bytes))
     pool = torch.randn((slots.size, layers, *shape[1:]), dtype=ground.dtype, device=device)
     requests = [
         PagedRequest(slots[i * pages : (i + 1) * pages], context - 1, 1) for i in range(batch)

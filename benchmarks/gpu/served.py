@@ -111,7 +111,10 @@ class Served:
         config = parse_config(
             {
                 "model": {"device": "cpu" if on_processor or ground.rehearses else "cuda"},
-                "cache": {"page_tokens": page_tokens},
+                "cache": {
+                    "page_tokens": page_tokens,
+                    "prefetch": {"fetch_deadline_seconds": _WAIT_SECONDS},
+                },
                 "tiers": {
                     "device": {"capacity": room(sizes.device)},
                     "host": {"capacity": room(sizes.host)},
@@ -125,6 +128,7 @@ class Served:
                     "max_running_requests": sizes.requests,
                     **sizes.engine,
                 },
+                "server": {"shutdown_write_seconds": 0},
                 "explain": {"enabled": False},
             }
         )  # fmt: skip

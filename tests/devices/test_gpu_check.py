@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.gpu.attention import kernel_time
+from benchmarks.gpu.ground import Ground
+
 ROOT = Path(__file__).parent.parent.parent
 PARTS = ("answers", "bytes", "copies", "kernel", "ttft", "decode")
 
@@ -62,9 +65,6 @@ def test_wheels_that_are_the_machines_own_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_out_of_time_says_what_it_left_out() -> None:
-    from benchmarks.gpu.attention import kernel_time
-    from benchmarks.gpu.ground import Ground
-
     ground = Ground(rehearses=True, seconds=-1)
     left_out = [row for row in kernel_time(ground) if row.value == "not run: out of time"]
     assert len(left_out) == len(ground.dims.contexts) * len(ground.dims.batches)
