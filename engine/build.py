@@ -54,16 +54,22 @@ _AUTO_WORKING_COPY_SHARE = 4
 
 
 def build_engine(
-    config: Config, *, progress: Progress | None = None, model_cache_dir: Path | None = None
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    model_cache_dir: Path | None = None,
+    model: LoadedModel | None = None,
+    parts: Parts | None = None,
 ) -> Engine:
     """An engine for `config`, not started yet. Raises ConfigError for what cannot work.
 
     `progress` shows the weights loading. `model_cache_dir` is where converted models are kept.
+    `model` and `parts` take the place of what `config.model` names.
     """
     if config.engine.threads != "auto":
         torch.set_num_threads(config.engine.threads)
-    parts = choose_parts(config)
-    model = load_model(
+    parts = parts or choose_parts(config)
+    model = model or load_model(
         config.model.source,
         **parts.model_options(config),
         cache_dir=model_cache_dir,
@@ -107,6 +113,8 @@ def _join(
         CacheSettings(
             layout,
             limits,
+            load_bytes=parts.load_bytes,
+            computes_in_pages=not parts.needs_working_copies,
             enabled=config.cache.enabled,
             write_policy=config.cache.write_policy,
             ghost_pages=config.cache.ghost_pages,

@@ -129,9 +129,7 @@ class TierCache:
             demote=self._demote,
             forget=self.forgetter.all_gone,
         )
-        self.loads = Loads(
-            self.catalog, self.moves, self.room, settings.layout, settings.pages_per_move
-        )
+        self.loads = Loads(self.catalog, self.moves, self.room, settings)
 
     # A request's life
 
@@ -162,7 +160,8 @@ class TierCache:
         every page that has to be promoted, and for one page more. Otherwise nothing is held. With
         `fetch` false only pages that are on DEVICE already are used, and `because` is the reason
         booked for the others. With `store` false nothing will be inserted, and the lease has no
-        pages but those that are stored. What it fills counts for `tenant`; see `tenants`.
+        pages but those that are stored, unless requests are computed in their pages. What it fills
+        counts for `tenant`; see `tenants`.
         """
         return leasing.acquire(self, namespace, tokens, fetch, because, store, tenant)
 
@@ -201,7 +200,7 @@ class TierCache:
         """
         first = lease.inserted_pages
         stop = min(computed_tokens // self.page_tokens, lease.pages.size)
-        if not lease.caching or stop <= first or lease.generation != self.generation:
+        if not lease.stores or stop <= first or lease.generation != self.generation:
             return first, first
         return first, stop
 

@@ -95,7 +95,9 @@ class Lease:
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN
     caching: bool = True
-    """False for a lease that adds nothing: it has pages of what is stored, and no others."""
+    """False for a lease that has pages of what is stored, and no others."""
+    stores: bool = True
+    """False for a lease that adds nothing, whether it has pages of its own or not."""
     payer: int = 0
     """Index of the tenant for whom its pages count; see `tenants`."""
     request_id: str = ""

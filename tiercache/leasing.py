@@ -38,7 +38,9 @@ def acquire(
     assert tokens.size >= 1
     if not cache.settings.enabled:
         books = nothing_cached(int(tokens.size))
-        return _open(cache, namespace, tokens, _NO_PAGES, books, caching=False)
+        lease = _open(cache, namespace, tokens, _NO_PAGES, books, caching=False)
+        lease.stores = False
+        return lease
     match = cache.tree.match(namespace, cache.generation, tokens)
     stored_pages = int(match.pages.size) if match is not None else 0
     path, sources = _usable(cache, match, tokens, fetch)
@@ -58,7 +60,8 @@ def acquire(
     cold = absent
     if absent.size:
         cold = absent[~cache.catalog.tiers[Tier.DEVICE].is_resident(absent)]
-    own = int(tokens.size // cache.page_tokens - path.size + 1) if store else 0
+    has_own = store or cache.settings.computes_in_pages
+    own = int(tokens.size // cache.page_tokens - path.size + 1) if has_own else 0
     payer = _payer(cache, tenant, path)
     answer = cache.room.make(Tier.DEVICE, own + int(cold.size), payer)
     if answer is not Room.NOW:
@@ -67,18 +70,18 @@ def acquire(
     follow = cache.follow(namespace, tokens) if because is MissReason.BEING_COMPUTED else None
     why = because or MissReason.LOAD_FAILED
     books = reckon(cache, namespace, tokens, path, sources, stored_pages, follow, why, detail)
-    lease = _open(cache, namespace, tokens, path, books, caching=store)
-    lease.payer, lease.decision = payer, decision
+    lease = _open(cache, namespace, tokens, path, books, caching=has_own)
+    lease.payer, lease.decision, lease.stores = payer, decision, store
     _touch(cache, path, hits=1)
     for queue in cache.writes.values():
         queue.used_again(path)
     if cold.size:
         cache.loads.start(cold, payer)
     lease.awaited = absent
-    if not store:
+    if not has_own:
         return lease
     _extend_own(cache, lease, own)
-    if lease.matched_pages < lease.prompt_tokens // cache.page_tokens:
+    if store and lease.matched_pages < lease.prompt_tokens // cache.page_tokens:
         cache.pending.lead(lease)
     return lease
 

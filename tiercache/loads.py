@@ -18,9 +18,10 @@ from tiercache.layers import LayerArrivals, LayerGroups
 from tiercache.lease import Lease, Room
 from tiercache.moves import MoveBook, Settled
 from tiercache.room import RoomMaker
+from tiercache.settings import CacheSettings
 from tiercache.tenants import NOBODY
 from tiercache.transfer import batches
-from tiercache.types import PageIds, PageLayout, Tier
+from tiercache.types import PageIds, Tier
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -33,20 +34,20 @@ class Loads:
         catalog: Catalog,
         moves: MoveBook,
         room: RoomMaker,
-        layout: PageLayout,
-        pages_per_move: int,
+        settings: CacheSettings,
     ) -> None:
         self._catalog = catalog
         self._moves = moves
         self._room = room
-        self._pages_per_move = pages_per_move
-        self.groups = LayerGroups.of(layout)
+        self._pages_per_move = settings.pages_per_move
+        self._pages_per_load = settings.pages_per_load
+        self.groups = LayerGroups.of(settings.layout)
 
     def start(self, cold: PageIds, payer: int = NOBODY) -> None:
         """Starts chains for `cold` pages, for which DEVICE has room; pages from DISK pass through
         HOST if it has room, so that the next hit is nearer. The copies count for `payer`."""
         on_host = self._catalog.ready_on(Tier.HOST, cold)
-        for batch in batches(cold[on_host], self._pages_per_move):
+        for batch in batches(cold[on_host], self._pages_per_load):
             arrivals = LayerArrivals(self.groups)
             self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), payer, arrivals=arrivals)
         for batch in batches(cold[~on_host], self._pages_per_move):

@@ -45,6 +45,11 @@ class CacheSettings:
     """`write_through` copies pages down soon after they are inserted, `write_back` when they have
     to leave the tier they are on."""
     move_bytes: int = MOVE_BYTES
+    load_bytes: int | None = None
+    """Size of one move from HOST to DEVICE, whose layers come one group of all pages after the
+    other; None for that of all moves."""
+    computes_in_pages: bool = False
+    """Requests are computed in their DEVICE pages, so one that stores nothing needs them too."""
     open_writes: int = 4
     ghost_pages: int = 200_000
     explains: bool = False
@@ -57,3 +62,7 @@ class CacheSettings:
     @property
     def pages_per_move(self) -> int:
         return max(1, self.move_bytes // self.layout.page_bytes)
+
+    @property
+    def pages_per_load(self) -> int:
+        return max(1, (self.load_bytes or self.move_bytes) // self.layout.page_bytes)

@@ -61,9 +61,7 @@ MakePaged = Callable[..., Rig]
 
 
 @pytest.fixture
-def make_rig(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MakePaged]:
+def make_rig(model_folder: Path, tmp_path: Path) -> Iterator[MakePaged]:
     """Builds and starts engines on `model_folder` in float32; sizes are in tokens, 0 is off.
 
     With `cuda` the engine computes in pages, and copies go through that CUDA; without it is the
@@ -103,11 +101,8 @@ def make_rig(
                 },
             }
         )
-        with monkeypatch.context() as patch:
-            if cuda is not None:
-                parts = PagedParts(FakeCudaDevice(cuda), attention)
-                patch.setattr("engine.build.choose_parts", lambda _config: parts)
-            engine = build_engine(config, model_cache_dir=tmp_path / "cache")
+        parts = PagedParts(FakeCudaDevice(cuda), attention) if cuda is not None else None
+        engine = build_engine(config, model_cache_dir=tmp_path / "cache", parts=parts)
         engines.append(engine)
         engine.start()
         return Rig(engine)

@@ -74,7 +74,10 @@ def test_a_device_that_is_too_small_for_all_gives_the_same_tokens(
 def test_the_kernels_give_a_processors_tokens(make_rig: MakePaged) -> None:
     short = SHARED[:37]
     expected = make_rig().answer(short, max_tokens=3).token_ids
-    rig = make_rig(cuda=a_cuda(Order.LATE), attention="triton", host=2048, poison_freed_pages=True)
+    rig = make_rig(
+        cuda=a_cuda(Order.LATE), attention="triton", device=96, host=2048, chunk=32,
+        max_running_requests=2, poison_freed_pages=True,
+    )  # fmt: skip
     assert rig.answer(short, max_tokens=3).token_ids == expected
     rig.evict(Tier.DEVICE)
     again = rig.answer(short, max_tokens=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +148,16 @@ def test_a_device_closes_only_when_nothing_is_under_way() -> None:
             World(deaf, BY_ENGINE).device.close()
 
 
+def test_to_rest_is_to_have_computed_everything_asked_for() -> None:
+    world = World(FakeCuda(Order.LATE), BY_ENGINE)
+    done: list[int] = []
+    world.cuda.compute(lambda: done.append(1))
+    assert not done
+    world.device.rest()
+    assert done
+    world.device.close()
+
+
 def test_a_layer_waits_for_its_own_group_only() -> None:
     world = World(FakeCuda(Order.LATE), BY_ENGINE)
     world.host[0] = 5
@@ -286,3 +297,19 @@ def test_every_device_brings_pages_where_they_belong(which: int) -> None:
     assert (host[[1, 5]] == before[[0, 3]]).all()
     assert (host[[0, 2, 3, 4]] == before[[0, 2, 3, 4]]).all()
     device.close()
+
+
+def test_memory_a_device_may_read_is_never_shared_with_a_fork() -> None:
+    """Copy-on-write would give the process a page of its own, and leave the old one to the GPU."""
+    block = anonymous_block(1 << 20, "test")
+    address = address_of(block)
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            flags = line.split()[1:]
+    assert "dc" in flags, "not copied by a fork"

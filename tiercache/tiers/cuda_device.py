@@ -152,6 +152,12 @@ class CudaDevice:
         self.runtime.record(mark, self.runtime.compute_stream())
         return CudaPassage(self, mark)
 
+    def rest(self) -> None:
+        event = self.take_event()
+        self.runtime.record(event, self.runtime.compute_stream())
+        self.runtime.synchronize(event)
+        self.give_events_back([event])
+
     def poison(self, slots: Slots) -> None:
         """On the compute stream, so behind its reads; a page that was stored is stored already."""
         stream = self.runtime.compute_stream()

@@ -50,6 +50,8 @@ def anonymous_block(size_bytes: int, setting: str) -> Bytes:
         raise _too_much(setting, size_bytes, error) from error
     with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones
         block.madvise(mmap.MADV_HUGEPAGE)
+    # Pinned memory that a fork made copy-on-write would part from what the device reads.
+    block.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(block, np.uint8)
 
 
