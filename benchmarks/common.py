@@ -68,6 +68,15 @@ def free_port() -> int:
 @contextlib.contextmanager
 def serving(config: dict[str, Any], folder: Path, *, timeout_seconds: float = 120) -> Iterator[str]:
     """A server of its own, as a process, on a free port; yields its base URL, then stops it."""
+    with served_process(config, folder, timeout_seconds=timeout_seconds) as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def served_process(
+    config: dict[str, Any], folder: Path, *, timeout_seconds: float = 120
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """As `serving`; yields the process too, whose output goes to `server.log` in `folder`."""
     port = free_port()
     config = {**config, "server": {**config.get("server", {}), "port": port}}
     path = folder / "config.yaml"
@@ -78,7 +87,7 @@ def serving(config: dict[str, Any], folder: Path, *, timeout_seconds: float = 12
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process, folder / "server.log", timeout_seconds)
-        yield url
+        yield url, process
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.api import FinishReason
 from engine.fetching import Fetching
 from engine.prefill_speed import PrefillSpeed
 from engine.request import Active, State
@@ -9,10 +10,14 @@ from engine.roster import Roster
 from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, fair_head, take_turns
 from engine.workplace import Workplace
 from tiercache.lease import Lease, Room
+from tiercache.tenants import NOBODY
 from tiercache.types import MissReason
 
 _LOOK_AHEAD_REQUESTS = 32
 """Queued requests that are looked at in a turn, oldest first."""
+
+_PINS_SECONDS = 5
+"""After how long to try again, who found no room beside what is pinned."""
 
 _MOST_PASSED_BY = 4
 """Requests without room after which no further one is tried in the same turn."""
@@ -47,8 +52,11 @@ class Admission:
             elif self._follows(active) or self._waits_for_pages(active):
                 continue
             elif not self._start(active):
-                if active.is_over_quota:  # others need not wait for what it waits for
+                if active.is_kept_out and self._has_waited_long(active):
+                    self._send_away(active)
                     continue
+                if active.is_over_quota or active.is_kept_out:
+                    continue  # others need not wait for what it waits for
                 held_back.append(active)
                 if self._has_waited_long(active) or len(held_back) >= _MOST_PASSED_BY:
                     break
@@ -90,6 +98,19 @@ class Admission:
             active.waiting_since_seconds = self._clock.now_seconds()
         return waits
 
+    def _is_kept_out(self, active: Active) -> bool:
+        books = self._cache.catalog.tenants
+        payer = NOBODY if books is None else books.index(active.request.tenant)
+        return self._cache.retention.keeps_out(active.namespace, active.tokens, payer)
+
+    def _send_away(self, active: Active) -> None:
+        """Ends a request that pins keep out: they may have no end, and it must have one."""
+        message = (
+            f"{active.token_count} tokens have no room on DEVICE, or in the tenant's quota there, "
+            "beside what is pinned; try again when pins have been given back"
+        )
+        self._roster.finish(active, FinishReason.ERROR, message, _PINS_SECONDS)
+
     def _has_waited_long(self, active: Active) -> bool:
         return self._clock.now_seconds() - active.submitted_seconds > MOST_FORWARD_SECONDS
 
@@ -127,6 +148,7 @@ class Admission:
             tenant=active.request.tenant,
         )
         active.is_over_quota = lease is Room.QUOTA
+        active.is_kept_out = lease in (Room.NONE, Room.QUOTA) and self._is_kept_out(active)
         if not isinstance(lease, Lease):
             self._working_copies.release(working_copy)
             return False

@@ -121,6 +121,8 @@ class Finished:
     usage: Usage
     message: str = ""
     token_ids: tuple[int, ...] = ()
+    retry_after_seconds: int | None = None
+    """Set with ERROR where the same request may succeed later."""
 
 
 Event = TextDelta | Finished

@@ -55,12 +55,18 @@ class Roster:
         self.admitted.remove(active)
         self.waiting.appendleft(active)
 
-    def finish(self, active: Active, reason: FinishReason, message: str = "") -> None:
+    def finish(
+        self,
+        active: Active,
+        reason: FinishReason,
+        message: str = "",
+        retry_after_seconds: int | None = None,
+    ) -> None:
         """Ends a request wherever it is, and says so; what it wished for its pages is done."""
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not active.matcher.stopped:
             text = active.matcher.push(active.detokenizer.flush()) + active.matcher.flush()
             self.say(active, text)
-        finished = Finished(reason, active.usage(), message, active.generated)
+        finished = Finished(reason, active.usage(), message, active.generated, retry_after_seconds)
         if active.lease is not None and active.booked is not None:
             carry_out(self._cache, active.lease, active.request.keep, active.request.tenant)
         self._let_go(active)  # before it leaves its queue: if this breaks, it is still told

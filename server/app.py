@@ -21,7 +21,9 @@ from tiercache.config import Config
 def create_app(engine: ServedEngine, config: Config) -> FastAPI:
     """An application that serves `engine`. Neither starts nor stops it."""
     app = FastAPI(title="tiercache", version=version(), docs_url=None, redoc_url=None)
-    app.state.served = Served(engine, config, OpenRequests(engine), int(time.time()))
+    app.state.served = Served(
+        engine, config, OpenRequests(engine, config.server.max_queue), int(time.time())
+    )
     app.state.metrics = CollectorRegistry()
     app.state.metrics.register(EngineCollector(engine.snapshot, version(), commit()))
     ProcessCollector(registry=app.state.metrics)

@@ -40,6 +40,15 @@ async def parse_body(
     return await run_in_threadpool(lambda: finish(_check(_parse_json(raw), kind)))
 
 
+async def discard_body(request: Request, max_body_bytes: int) -> None:
+    """Reads a body and forgets it: who is still sending does not hear the answer."""
+    size_bytes = 0
+    async for chunk in request.stream():
+        size_bytes += len(chunk)
+        if size_bytes > max_body_bytes * _DISCARD_FACTOR:
+            break
+
+
 async def _read(request: Request, max_body_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size_bytes = 0

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from fastapi import Request
 
 from engine.api import RequestError
-from server.body import B, parse_body
+from server.body import B, discard_body, parse_body
 from server.callers import caller_of
 from server.errors import ApiError, from_request_error
 from server.port import ServedEngine
@@ -48,8 +48,23 @@ class Served:
         """The namespace of whoever sent `request`; nobody sees into another's."""
         return self.engine.namespace(cache_salt, caller_of(request).tenant)
 
-    async def parse(self, request: Request, kind: type[B], finish: Callable[[B], T]) -> T:
-        return await parse_body(request, self.config.server.max_body, kind, finish)
+    async def parse(
+        self,
+        request: Request,
+        kind: type[B],
+        finish: Callable[[B], T],
+        *,
+        generates: bool = False,
+    ) -> T:
+        """`finish` of the request's checked body. Raises ApiError, also when too many are read."""
+        most_bytes = self.config.server.max_body
+        try:
+            with self.open_requests.reading(generates=generates):
+                return await parse_body(request, most_bytes, kind, finish)
+        except ApiError as error:
+            if error.code == "queue_full":
+                await discard_body(request, most_bytes)
+            raise
 
     async def command(self, function: Callable[[TierCache], T]) -> T:
         """Runs `function` on the engine thread. Raises ApiError when it cannot be run soon."""

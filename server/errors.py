@@ -10,10 +10,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from engine.api import RequestError
 from tiercache.config_problems import dotted_name
+
+CLIENT_GONE = 499
+"""Status of an answer that nobody reads; it only shows in access logs."""
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -103,6 +107,9 @@ def install_error_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         return bad_field(str(first["loc"][-1]), str(first["msg"])).response()
 
+    async def on_client_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
     async def on_unexpected(request: Request, _: Exception) -> Response:
         request_id = request.state.request_id
         headers = {"x-request-id": request_id}
@@ -113,4 +120,5 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(ClientDisconnect, on_client_gone)
     app.add_exception_handler(Exception, on_unexpected)

@@ -14,7 +14,7 @@ from engine.keep import Keep
 from engine.sampling import SamplingParams
 from server.callers import caller_of
 from server.context import Served, served
-from server.errors import ApiError
+from server.errors import CLIENT_GONE, ApiError
 from server.explain_routes import EXPLAIN_HEADER, summary_header
 from server.openai_answers import DONE, Answer, running_usage, sse
 from server.openai_schema import ChatRequest, CompletionRequest, Generation, StreamOptions
@@ -24,9 +24,6 @@ from server.stream import Generating
 from tiercache.types import Tokens
 
 router = APIRouter()
-
-CLIENT_GONE = 499
-"""Status of an answer that nobody reads; it only shows in access logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
         return Prepared(body, chat_tokens(here.engine.model, body.messages), body.token_limit)
 
     return await _complete(
-        request, here, await here.parse(request, ChatRequest, prepare), chat=True
+        request, here, await here.parse(request, ChatRequest, prepare, generates=True), chat=True
     )
 
 
@@ -61,7 +58,7 @@ async def completions(request: Request) -> Response:
         here.require_model(body.model)
         return Prepared(body, prompt_tokens(here.engine.model, body.prompt), body.token_limit)
 
-    prepared = await here.parse(request, CompletionRequest, prepare)
+    prepared = await here.parse(request, CompletionRequest, prepare, generates=True)
     return await _complete(request, here, prepared, chat=False)
 
 

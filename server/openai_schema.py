@@ -22,6 +22,8 @@ from server.errors import bad_field
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_STRINGS = 4
+LONGEST_STOP_CHARACTERS = 1024
+"""The engine looks for the beginnings of stop strings at the end of every piece of text."""
 LONGEST_TTL_SECONDS = 10 * 365 * 86_400.0
 COMPLETION_DEFAULT_TOKENS = 16
 """OpenAI's own default of `max_tokens` for text completions."""
@@ -110,6 +112,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
         raise ValueError(f"should be a string or a list of at most {MAX_STOP_STRINGS} strings")
     if not all(isinstance(string, str) and string for string in strings):
         raise ValueError("stop strings should be strings, and not empty")
+    if any(len(string) > LONGEST_STOP_CHARACTERS for string in strings):
+        raise ValueError(f"a stop string should have at most {LONGEST_STOP_CHARACTERS} characters")
     return tuple(strings)
 
 

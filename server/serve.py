@@ -30,10 +30,10 @@ class Engine(ServedEngine, Protocol):
 
 def serve_until_stopped(engine: Engine, config: Config, listener: socket.socket) -> None:
     """Starts `engine` and serves it on `listener`; returns when SIGTERM or SIGINT ended it all."""
-    engine.start()
     server = TiercacheServer(create_app(engine, config), engine, config.server)
     server.banner = lambda: print_banner(engine, config, listener)
-    _survive_signals()
+    _take_signals(server)
+    engine.start()
     try:
         server.run(sockets=[listener])
     finally:
@@ -81,11 +81,13 @@ class TiercacheServer(uvicorn.Server):
         await stopping
 
 
-def _survive_signals() -> None:
-    """uvicorn raises the signal again once it has shut down; here it must not end the process."""
+def _take_signals(server: uvicorn.Server) -> None:
+    """For when uvicorn does not: before it runs a signal ends it in order, once it begins; after
+    that, where it raises the signal again, the process is to end by itself.
+    """
 
     def take_note(_: int, __: FrameType | None) -> None:
-        pass
+        server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, take_note)

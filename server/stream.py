@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -23,12 +23,31 @@ _LOOK_AROUND_SECONDS = 1.0
 
 
 class OpenRequests:
-    """Ids of requests the engine has and nobody has finished reading. Event loop only."""
+    """Requests that are being read, and ids of those that the engine has. Event loop only."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: ServedEngine, most: int) -> None:
         self.stopping = False
         self._engine = engine
+        self._most = most
+        self._being_read = 0
         self._ids: set[str] = set()
+
+    @contextlib.contextmanager
+    def reading(self, *, generates: bool) -> Iterator[None]:
+        """A place for a request while its body is read, parsed and tokenized.
+
+        There are as many as the queue has, and for one that `generates` only those that the engine
+        has nobody for: what would be turned away is not worked on, nor kept in memory, before.
+        Raises ApiError where there is none.
+        """
+        taken = self._being_read + (len(self._ids) if generates else 0)
+        if taken >= self._most:
+            raise queue_full(f"{taken} requests are being read, waiting or running already")
+        self._being_read += 1
+        try:
+            yield
+        finally:
+            self._being_read -= 1
 
     def add(self, request_id: str) -> None:
         self._ids.add(request_id)
@@ -104,7 +123,13 @@ class Generating:
     def _deliver(self, event: Event) -> None:
         """The sink: runs on the engine thread. A loop that is closed has no reader any more."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._take, event)
+
+    def _take(self, event: Event) -> None:
+        """On the event loop. Who reads slowly takes nobody's place once the engine is done."""
+        if isinstance(event, Finished):
+            self._open_requests.discard(self._request_id)
+        self._events.put_nowait(event)
 
     async def _watch(self, http_request: Request) -> None:
         while (await http_request.receive())["type"] != "http.disconnect":
@@ -133,6 +158,9 @@ class Generating:
     def _raise_unless_complete(self, event: Finished) -> None:
         if event.reason is FinishReason.ERROR:
             message = event.message or "the engine could not finish this request"
+            if event.retry_after_seconds is not None:
+                headers = {"retry-after": str(event.retry_after_seconds)}
+                raise ApiError(429, message, code="no_room", headers=headers)
             raise ApiError(500, message, code="generation_failed")
         if event.reason is FinishReason.ABORT:
             raise shutting_down(event.message)
@@ -140,6 +168,12 @@ class Generating:
 
 _DO_NOT_RETRY = {"x-should-retry": "false"}
 """Understood by OpenAI's clients, which would otherwise send the same work again at once."""
+
+
+def queue_full(message: str) -> ApiError:
+    return ApiError(
+        429, f"{message}; try again later", code="queue_full", headers={"retry-after": "1"}
+    )
 
 
 def engine_failed(failure: str) -> ApiError:

@@ -116,6 +116,27 @@ class Retention:
         missing = int(tokens.size) // self._page_tokens - stored.size
         self._require_room(stored.tolist(), missing, tenant)
 
+    def keeps_out(self, namespace: bytes, tokens: Tokens, payer: int) -> bool:
+        """Whether pins leave a prompt too little of DEVICE, or of its tenant's quota there, whoever
+        else leaves: it can only begin once one of them has ended. Changes nothing.
+        """
+        if not self._pins:
+            return False
+        columns, books = self._catalog.tiers[Tier.DEVICE], self._catalog.tenants
+        own = self._stored(namespace, tokens)
+        own = own[columns.is_resident(own)]
+        needed = int(tokens.size) // self._page_tokens + 1
+        pinned = np.array([page for pin in self._pins.values() for page in pin.pages], np.int32)
+        held = np.setdiff1d(pinned[columns.is_resident(pinned)], own)
+        if needed + held.size > columns.capacity_pages:
+            return True
+        quota = None if books is None else books.quota(Tier.DEVICE, payer)
+        if books is None or quota is None:
+            return False
+        lent = np.count_nonzero(~books.pays_for(Tier.DEVICE, own, payer))
+        mine = np.count_nonzero(books.pays_for(Tier.DEVICE, held, payer))
+        return bool(needed - lent + mine > quota)
+
     def _require_few(self, tenant: str, most_pins: int | None) -> None:
         held = sum(pin.tenant == tenant for pin in self._pins.values())
         if most_pins is not None and held >= most_pins:

@@ -168,6 +168,11 @@ def test_a_signal_ends_open_answers_in_order_and_the_process_with_0() -> None:
         assert process.wait(20) == 0
 
 
+def test_a_signal_that_comes_while_the_engine_starts_is_not_lost() -> None:
+    done = subprocess.run([*SCRIPTED, "--hurried"], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0
+
+
 def test_serve_tells_what_it_is_and_what_to_try_and_ends_on_ctrl_c(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "tiny")
     file = tmp_path / "tiny.yaml"

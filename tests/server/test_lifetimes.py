@@ -119,6 +119,9 @@ def test_a_long_conversation_being_rendered_keeps_nobody_else_waiting(
         chat_template = "slow"
         added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
+        def get_vocab(self) -> dict[str, int]:
+            return {"hi": 0}
+
         def apply_chat_template(self, *_: object, **__: object) -> str:
             entered.set()
             release.wait(30)

@@ -135,6 +135,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_one(http: httpx.Client) ->
         ("stop", ["a"] * 5),
         ("stop", ""),
         ("stop", [1]),
+        ("stop", "x" * 1025),
         ("stream", "yes"),
         ("cache_salt", 5),
         ("cache_salt", "x" * 257),
@@ -200,6 +201,22 @@ def test_a_message_may_be_text_parts_and_an_echoed_answer(
 )
 def test_a_prompt_that_is_not_one_prompt_is_refused(http: httpx.Client, prompt: object) -> None:
     refused(complete(http, prompt=prompt), "prompt")
+
+
+def test_text_that_no_context_could_hold_is_refused_before_it_is_tokenized(
+    http: httpx.Client, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokenized(*_: object) -> None:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr("server.prompt.encode_text", tokenized)
+    monkeypatch.setattr("server.prompt.render_chat", tokenized)
+    assert engine.model.max_context_tokens == 64
+    assert "at most" in refused(complete(http, prompt="x" * 60_000), "prompt")
+    assert "at most" in refused(
+        chat(http, messages=[USER | {"content": "é" * 5000}] * 5), "messages"
+    )
+    assert "65 turns" in refused(chat(http, messages=[USER] * 65), "messages")
 
 
 def test_several_prompts_are_refused_in_so_many_words(http: httpx.Client) -> None:

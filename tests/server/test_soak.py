@@ -4,17 +4,51 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.soak import settings, soak
+from benchmarks.soak.run import Plan, Soak, settings
+from benchmarks.soak.watch import judge_memory
 from engine.testing import save_tiny_model
 
 
 def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "tiny")
-    config = settings(str(tmp_path / "tiny"), tmp_path, "300KiB", "1MiB", "16MiB")
-    tally = soak(config, seconds=8, clients=6, look_every=2)
+    config = settings(
+        str(tmp_path / "tiny"),
+        tmp_path,
+        device="300KiB",
+        host="1MiB",
+        disk="16MiB",
+        quota="250KiB",
+        deadline_seconds=5,
+    )
+    plan = Plan(
+        seconds=5,
+        clients=5,
+        look_every_seconds=1.5,
+        order_every_seconds=1,
+        fault_every_seconds=0.5,
+        crowd_every_seconds=2,
+    )
+    soak = Soak(config, plan, tmp_path)
+    soak.run()
+    tally = soak.tally
     assert tally.failures == []
-    assert tally.answered > 20
-    assert tally.hung_up > 0
+    assert tally.compared["whole"] > 10
+    assert tally.compared["in part"] > 0
+    assert {"answered", "hung_up", "refused", "served"} <= set(tally.outcomes)
+    assert sum(n for what, n in tally.orders.items() if what.startswith("disk")) > 1
     hits = tally.minutes[-1]["hit_tokens_by_tier"]
     assert hits["device"] > 0
     assert hits["host"] + hits["disk"] > 0
+
+
+def test_memory_that_grows_is_not_flat() -> None:
+    def minutes(mib_a_minute: float) -> list[dict[str, object]]:
+        return [
+            {"seconds": 60 * minute, "server": {"own_mib": 500 + mib_a_minute * minute}}
+            for minute in range(60)
+        ]
+
+    assert judge_memory(minutes(0.1), "server")["is_flat"]
+    assert judge_memory(minutes(-1), "server")["is_flat"]
+    assert judge_memory(minutes(1), "server")["is_flat"] is False
+    assert judge_memory(minutes(1)[:15], "server")["is_flat"] is None

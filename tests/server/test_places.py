@@ -1,0 +1,135 @@
+"""A server that has as many requests as it takes does no work for one more."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+
+from engine.api import Finished, FinishReason, TextDelta, Usage
+from tests.server.conftest import Connect
+from tests.server.scripted_engine import HELLO, ScriptedEngine
+
+MODEL = "tiny/scripted"
+BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+def told_to_come_back(answer: httpx.Response) -> None:
+    assert answer.status_code == 429, answer.text
+    assert int(answer.headers["retry-after"]) > 0
+    assert answer.json()["error"]["code"] == "queue_full"
+
+
+@contextmanager
+def waiting(http: httpx.Client, engine: ScriptedEngine, requests: int) -> Iterator[None]:
+    """So many requests that the engine has and does not end."""
+    engine.script = (TextDelta("Hel", 1), None)
+    with ThreadPoolExecutor(requests) as pool:
+        asked = [pool.submit(http.post, PATH, json=BODY) for _ in range(requests)]
+        while len(engine.requests) < requests:
+            time.sleep(0.01)
+        yield
+        engine.stop(0.0)
+        assert {one.result(10).status_code for one in asked} == {503}
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{", b'{"prompt": "' + b"x" * 3_000_000 + b'"}'], ids=["broken", "enormous"]
+)
+def test_who_finds_no_place_is_told_so_before_his_body_is_looked_at(
+    connect: Connect, engine: ScriptedEngine, raw: bytes
+) -> None:
+    http = connect(max_queue=2, max_body="64KiB")
+    with waiting(http, engine, 2):
+        told_to_come_back(http.post(PATH, content=raw, headers=JSON))
+        assert http.post("/tokenize", json={"prompt": "not a generation"}).status_code == 200
+    engine.script = HELLO
+    assert http.post(PATH, json=BODY).status_code == 200, "places come back"
+
+
+def test_requests_that_are_still_being_read_have_places_too(
+    connect: Connect, engine: ScriptedEngine
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    class SlowTokenizer:
+        chat_template = "slow"
+        added_tokens_decoder: ClassVar[dict[int, object]] = {}
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"hi": 0}
+
+        def apply_chat_template(self, *_: object, **__: object) -> str:
+            entered.set()
+            release.wait(30)
+            raise TypeError("it was too long")
+
+    http = connect(max_queue=1)
+    engine.model = replace(engine.model, tokenizer=SlowTokenizer())
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(http.post, PATH, json=BODY)
+        assert entered.wait(10)
+        told_to_come_back(http.post(PATH, json=BODY))
+        told_to_come_back(http.post("/tokenize", json={"prompt": "hi"}))
+        release.set()
+        assert slow.result(10).status_code == 400
+    assert http.post("/tokenize", json={"tokens": [1]}).status_code == 200
+
+
+def test_a_reader_that_is_slow_keeps_no_place_once_its_answer_is_there(
+    connect: Connect, engine: ScriptedEngine
+) -> None:
+    engine.script = (*(TextDelta("x" * 100_000, n) for n in range(1, 201)), FinishReason.STOP)
+    http = connect(max_queue=1)
+    with socket.create_connection((http.base_url.host, http.base_url.port or 0)) as reader:
+        data = json.dumps(BODY | {"stream": True}).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        reader.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        while not engine.requests:
+            time.sleep(0.01)
+        engine.script = HELLO
+        deadline = time.monotonic() + 10
+        while (answer := http.post(PATH, json=BODY)).status_code == 429:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert answer.status_code == 200
+
+
+def test_a_client_that_leaves_while_it_sends_takes_no_place_and_breaks_nothing(
+    connect: Connect, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    http = connect(max_queue=1)
+    for _ in range(3):
+        where = (http.base_url.host, http.base_url.port or 0)
+        with socket.create_connection(where) as sender:
+            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            sender.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())
+            time.sleep(0.05)
+    deadline = time.monotonic() + 10
+    while (answer := http.post(PATH, json=BODY)).status_code == 429:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert answer.status_code == 200
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_pins_keep_out_is_told_when_to_come_back(
+    http: httpx.Client, engine: ScriptedEngine, stream: bool
+) -> None:
+    engine.script = (Finished(FinishReason.ERROR, Usage(1), "pinned", retry_after_seconds=5),)
+    answer = http.post(PATH, json=BODY | {"stream": stream})
+    assert "no_room" in answer.text.rstrip().split("\n\n")[-1]
+    if not stream:
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "5")

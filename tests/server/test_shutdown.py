@@ -1,0 +1,133 @@
+"""SIGTERM on a real server with a real engine: answers end, pages are kept, the status is 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.common import served_process
+from engine.testing import save_tiny_model
+
+LONG = {"model": "tiny", "stream": True, "ignore_eos": True, "temperature": 0}
+
+
+def settings(folder: Path, **server: Any) -> dict[str, Any]:
+    return {
+        "model": {"source": str(folder / "tiny")},
+        "cache": {"write_policy": "write_back"},
+        "tiers": {
+            "device": {"capacity": "4MiB"},
+            "host": {"capacity": "4MiB"},
+            "disk": {"capacity": "32MiB", "path": str(folder / "store"), "free_space_floor": 0},
+        },
+        "engine": {"threads": 1, "max_running_requests": 2},
+        "server": server,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shutdown")
+    save_tiny_model(folder / "tiny")
+    return folder
+
+
+class Reader(threading.Thread):
+    """Asks for a long answer and reads it to its end."""
+
+    def __init__(self, url: str, prompt: str, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._body = LONG | {"prompt": prompt, "max_tokens": max_tokens}
+        self.began = threading.Event()
+        self.events: list[Any] = []
+        self.start()
+
+    def run(self) -> None:
+        url = f"{self._url}/v1/completions"
+        with httpx.stream("POST", url, json=self._body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    self.began.set()
+                    self.events.append(line[6:])
+
+    def last(self) -> Any:
+        """The last event but `[DONE]`."""
+        self.join(60)
+        assert not self.is_alive(), "the answer has no end"
+        events = [event for event in self.events if event != "[DONE]"]
+        return json.loads(events[-1])
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    os.kill(process.pid, signal.SIGTERM)
+
+
+def until_nobody_listens(url: str) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"{url}/health", timeout=5)
+        except httpx.HTTPError:
+            return
+    raise AssertionError("new connections are taken still")
+
+
+def cached_tokens(http: httpx.Client, prompt: str) -> int:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+    usage = http.post("/v1/completions", json=body).json()["usage"]
+    found: int = usage["prompt_tokens_details"]["cached_tokens_by_tier"]["disk"]
+    return found
+
+
+def prompts() -> Iterator[str]:
+    for number in range(5):
+        yield f"{number}: " + "it was the best of times, it was the worst of times. " * 4
+
+
+def test_within_the_grace_running_answers_end_as_ever_and_what_was_computed_is_kept(
+    folder: Path,
+) -> None:
+    running, queued, *_, late = prompts()
+    with served_process(settings(folder), folder) as (url, process):
+        with httpx.Client(base_url=url, timeout=60) as http:
+            assert http.get("/ready").status_code == 200
+            first = [Reader(url, running, 250), Reader(url, running, 200)]
+            assert all(one.began.wait(60) for one in first)
+            waiting = Reader(url, queued, 20)
+            while http.get("/v1/cache/stats").json()["requests"]["waiting"] != 1:
+                time.sleep(0.01)
+            stop(process)
+            until_nobody_listens(url)
+            answer = http.post("/v1/completions", json={"model": "tiny", "prompt": late})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "shutting_down"
+        for one in (*first, waiting):
+            assert one.last()["choices"][0]["finish_reason"] == "length"
+        assert process.wait(60) == 0
+    with served_process(settings(folder), folder) as (url, _), httpx.Client(base_url=url) as http:
+        assert cached_tokens(http, running) > 100
+        assert cached_tokens(http, queued) > 100
+
+
+def test_after_the_grace_answers_are_cut_off_and_say_so(folder: Path, tmp_path: Path) -> None:
+    config = settings(folder, shutdown_grace_seconds=0.2, shutdown_write_seconds=0)
+    config["tiers"]["disk"]["path"] = str(tmp_path / "store")
+    with served_process(config, folder) as (url, process):
+        readers = [Reader(url, prompt, 1800) for prompt in prompts()]
+        assert all(one.began.wait(60) for one in readers[:1])
+        stop(process)
+        for one in readers:
+            assert one.last()["error"]["code"] == "shutting_down"
+        assert process.wait(60) == 0
+    assert "were not written to slower tiers" in (folder / "server.log").read_text()
