@@ -44,6 +44,7 @@ LAYERS = [
         "books",
         "pending",
         "gate",
+        "speeds",
         "explain",
     },
     {"tiers", "codecs", "transfer"},

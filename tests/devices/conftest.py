@@ -95,7 +95,7 @@ def make_rig(
                         "io": "threads",
                     },
                 },
-                "cache": {"page_tokens": page_tokens},
+                "cache": {"page_tokens": page_tokens, "prefetch": {"policy": "wait"}},
                 "engine": {
                     "prefill_chunk_tokens": chunk,
                     "working_copy_capacity": "8MiB",
