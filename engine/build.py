@@ -35,7 +35,7 @@ from tiercache.tiers.disk_pace import Pace
 from tiercache.tiers.memory import HostPool, Populator
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Transfers
-from tiercache.types import PageLayout, Tier
+from tiercache.types import PageLayout, PrefetchPolicy, Tier
 
 log = logging.getLogger("tiercache")
 
@@ -118,7 +118,7 @@ def _join(
             enabled=config.cache.enabled,
             write_policy=config.cache.write_policy,
             ghost_pages=config.cache.ghost_pages,
-            loads_adaptively=config.cache.prefetch.policy == "adaptive",
+            prefetch=PrefetchPolicy(config.cache.prefetch.policy),
             quotas=_quotas(config, layout, limits),
             explains=config.explain.enabled,
         ),

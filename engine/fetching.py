@@ -6,6 +6,7 @@ from engine.arrival import Prefixes
 from engine.request import Active, State
 from engine.roster import Roster
 from engine.workplace import Workplace
+from tiercache.gate import Decision
 from tiercache.lease import Fetch
 from tiercache.types import MissReason
 
@@ -34,6 +35,7 @@ class Fetching:
         cannot come."""
         lease = active.lease
         assert lease is not None
+        awaited_pages = lease.awaited.size
         fetch = self._cache.fetch_state(lease)
         if fetch is Fetch.FAILED:
             self.lost_prefix(active)
@@ -48,18 +50,37 @@ class Fetching:
             active.state = State.RUNNING
             if not active.prefix_pending:
                 active.waiting_since_seconds = None
-        elif self.is_out_of_patience(active):
-            self._load_is_late(active)
-
-    def _load_is_late(self, active: Active) -> None:
-        """What takes longer than expected is weighed again, once, by what has been measured since;
-        otherwise the request goes on with what has arrived."""
-        was_expected = self.patience(active) < self._settings.fetch_deadline_seconds
-        if was_expected and not active.reconsidered:
-            active.reconsidered = True
-            self._roster.put_back(active)
-        else:
+        elif self._is_past_deadline(active):
             self.lost_prefix(active, is_late=True)
+        elif lease.awaited.size < awaited_pages:
+            self._weigh_again(active, None)
+        elif self.is_out_of_patience(active):
+            self._weigh_again(active, active.waiting_since_seconds)
+
+    def begun(self, active: Active) -> None:
+        """It has a lease, and pages may be on their way."""
+        assert active.lease is not None
+        active.waiting_since_seconds = self._clock.now_seconds()
+        self._expect(active, active.lease.decision)
+
+    def _weigh_again(self, active: Active, overdue_since: float | None) -> None:
+        """With every arrival, and when none comes, the rest is weighed again by what is known then;
+        if computing it is sooner, the request starts over."""
+        assert active.lease is not None
+        decision = self._cache.weigh_again(active.lease, overdue_since=overdue_since)
+        self._expect(active, decision)
+        if decision is not None and decision.is_better_stopped:
+            self._roster.put_back(active)
+
+    def _expect(self, active: Active, decision: Decision | None) -> None:
+        patience = decision.patience_seconds if decision is not None else None
+        now = self._clock.now_seconds()
+        active.expected_by_seconds = None if patience is None else now + patience
+
+    def _is_past_deadline(self, active: Active) -> bool:
+        since = active.waiting_since_seconds
+        assert since is not None
+        return self._clock.now_seconds() - since > self._settings.fetch_deadline_seconds
 
     def lost_prefix(self, active: Active, *, is_late: bool = False) -> None:
         """Pages will not come, or not in time: back to the queue, and twice at most."""
@@ -74,10 +95,9 @@ class Fetching:
     def patience(self, active: Active) -> float:
         """Seconds that it may wait, from `waiting_since_seconds` on, in the state it is in."""
         if active.state is State.FETCHING:
-            decision = active.lease.decision if active.lease else None
-            expected = decision.patience_seconds if decision else None
             deadline = self._settings.fetch_deadline_seconds
-            return deadline if expected is None else min(expected, deadline)
+            since, by = active.waiting_since_seconds, active.expected_by_seconds
+            return deadline if since is None or by is None else min(by - since, deadline)
         return self._settings.join_deadline_seconds
 
     def is_out_of_patience(self, active: Active) -> bool:

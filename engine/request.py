@@ -53,9 +53,9 @@ class Active:
     follow: Follow | None = None
     waiting_since_seconds: float | None = None
     """Start of the current wait for a leader or for pages."""
+    expected_by_seconds: float | None = None
+    """Until when something it waits for should have come; None where nothing is known."""
     refetches: int = 0
-    reconsidered: bool = False
-    """Its load took longer than expected once, and it decided anew."""
     loading: LoadWatch = field(default_factory=LoadWatch)
     load_report: LoadReport | None = None
     give_up: MissReason | None = None

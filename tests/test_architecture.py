@@ -45,6 +45,7 @@ LAYERS = [
         "books",
         "pending",
         "gate",
+        "speeds",
         "explain",
     },
     {"tiers", "codecs", "transfer"},

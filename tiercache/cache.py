@@ -26,7 +26,7 @@ from tiercache.explain.ghosts import GhostList
 from tiercache.explain.namespaces import NamespaceBook
 from tiercache.explain.reasons import Reasons
 from tiercache.forgetting import Forgetter
-from tiercache.gate import LoadGate
+from tiercache.gate import Decision, LoadGate
 from tiercache.lease import Fetch, Follow, Lease, Room
 from tiercache.loads import Loads
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
@@ -41,7 +41,15 @@ from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
 from tiercache.transfer import Transfers
 from tiercache.tree import Tree
-from tiercache.types import MissReason, PageIds, Slots, SlotState, Tier, Tokens
+from tiercache.types import (
+    MissReason,
+    PageIds,
+    PrefetchPolicy,
+    Slots,
+    SlotState,
+    Tier,
+    Tokens,
+)
 from tiercache.wishes import Announcement, WillReturn
 
 
@@ -64,7 +72,8 @@ class TierCache:
         self.clock = clock or SystemClock()
         self.store = store
         self.disk_health = disk_health or AlwaysWell()
-        self.gate = LoadGate(self.page_tokens) if settings.loads_adaptively else None
+        weighs = settings.prefetch is PrefetchPolicy.ADAPTIVE
+        self.gate = LoadGate(self.page_tokens) if weighs else None
         self.generation = store.generation if store else 0
         self.counters = CacheCounters()
         self.window = HitWindow()
@@ -175,6 +184,13 @@ class TierCache:
                 return Fetch.FAILED
             lease.awaited = lease.awaited[state != int(SlotState.READY)]
         return Fetch.WAITING if lease.awaited.size else Fetch.READY
+
+    def weigh_again(self, lease: Lease, *, overdue_since: float | None = None) -> Decision | None:
+        """What would be decided on the lease's prefix now, with what has come and been measured
+        since; None where nothing is weighed. With `overdue_since` nothing has come since then."""
+        if overdue_since is not None and self.gate is not None:
+            leasing.overdue(self, lease, overdue_since)
+        return leasing.weigh_again(self, lease)
 
     def reserve(self, lease: Lease, pages: int = 1) -> Room:
         """DEVICE slots for `pages` more pages at the end of the lease; `NOW` means they are had."""

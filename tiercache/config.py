@@ -75,10 +75,10 @@ class ModelConfig(Section):
 class PrefetchConfig(Section):
     """How long a request waits for pages, and for which, before it computes them itself."""
 
-    policy: Literal["wait", "adaptive"] = Field(
-        default="wait",
-        description="wait loads whatever is stored; adaptive only what, as measured, arrives sooner"
-        " than it can be computed.",
+    policy: Literal["best_effort", "wait", "adaptive"] = Field(
+        default="adaptive",
+        description="adaptive loads what, as measured, arrives sooner than it can be computed; wait"
+        " loads whatever is stored; best_effort takes what is in memory and waits for nothing.",
     )
 
     fetch_deadline_seconds: float = Field(

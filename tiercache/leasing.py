@@ -12,8 +12,9 @@ import numpy as np
 
 from tiercache import upkeep
 from tiercache.explain.spans import Detail
+from tiercache.gate import MOVES_SIDE_BY_SIDE, Decision
 from tiercache.lease import Books, Lease, LeaseState, Room, TokenBuffer
-from tiercache.reckoning import nothing_cached, reckon
+from tiercache.reckoning import nothing_cached, reckon, slowest_usable, why_unusable
 from tiercache.tenants import NOBODY
 from tiercache.tree import Match
 from tiercache.types import NO_PAGE, MissReason, PageIds, SlotState, Tier, Tokens
@@ -45,12 +46,12 @@ def acquire(
     stored_pages = int(match.pages.size) if match is not None else 0
     path, sources = _usable(cache, match, tokens, fetch)
     detail: Detail | None = None
-    if match is not None and because is None and _ends_at_bad_copy(cache, match, path):
-        because = MissReason.CHECKSUM_FAILED
+    if match is not None and because is None and path.size < match.pages.size:
+        because = why_unusable(cache, int(match.pages[path.size]))
     decision = None
     if cache.gate is not None and (sources != int(Tier.DEVICE)).any():
         now = cache.clock.now_seconds()
-        decision = cache.gate.decide(sources, tokens.size, now, cache.moves.loading_pages())
+        decision = cache.gate.decide(sources, tokens.size, now, cache.moves.loading_pages(path))
         if decision.pages < path.size:
             path, sources = path[: decision.pages], sources[: decision.pages]
             if because is None:
@@ -76,7 +77,7 @@ def acquire(
     for queue in cache.writes.values():
         queue.used_again(path)
     if cold.size:
-        cache.loads.start(cold, payer)
+        cache.loads.start(cold, payer, decision)
     lease.awaited = absent
     if not has_own:
         return lease
@@ -84,6 +85,27 @@ def acquire(
     if store and lease.matched_pages < lease.prompt_tokens // cache.page_tokens:
         cache.pending.lead(lease)
     return lease
+
+
+def weigh_again(cache: TierCache, lease: Lease) -> Decision | None:
+    """What would be decided on the lease's prefix now; None where nothing is weighed."""
+    lease.require_open()
+    if cache.gate is None or lease.decision is None:
+        return None
+    prefix, now = lease.page_range(0, lease.matched_pages), cache.clock.now_seconds()
+    sources = cache.catalog.fastest_ready(prefix)
+    return cache.gate.decide(sources, lease.prompt_tokens, now, cache.moves.loading_pages(prefix))
+
+
+def overdue(cache: TierCache, lease: Lease, since_seconds: float) -> None:
+    """Nothing of what the lease awaits has come since then: the gate is told how slow that is."""
+    assert cache.gate is not None
+    now = cache.clock.now_seconds()
+    for tier in (Tier.HOST, Tier.DISK):
+        moves = [move for move in cache.moves.loads() if move.source is tier]
+        if any(np.isin(move.pages, lease.awaited).any() for move in moves):
+            pages = sum(int(move.pages.size) for move in moves[:MOVES_SIDE_BY_SIDE])
+            cache.gate.speeds.overdue(tier, pages, since_seconds, now)
 
 
 def _usable(
@@ -99,18 +121,12 @@ def _usable(
     fastest = cache.catalog.fastest_ready(pages)
     if not np.count_nonzero(fastest):  # all on DEVICE, as most of them are
         return pages, fastest
-    slowest = Tier.DEVICE if not fetch else Tier.DISK
-    if fetch and cache.disk_health.reads_trouble:
-        slowest = Tier.HOST
+    slowest = slowest_usable(cache) if fetch else Tier.DEVICE
     unusable = (fastest < 0) | (fastest > int(slowest))
     if unusable.any():
         usable = int(unusable.argmax())
         pages, fastest = pages[:usable], fastest[:usable]
     return pages, fastest
-
-
-def _ends_at_bad_copy(cache: TierCache, match: Match, path: PageIds) -> bool:
-    return path.size < match.pages.size and int(match.pages[path.size]) in cache.moves.holes
 
 
 def _payer(cache: TierCache, tenant: str, path: PageIds) -> int:

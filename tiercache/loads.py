@@ -9,18 +9,20 @@ their end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
 
 from tiercache.catalog import Catalog
+from tiercache.gate import Decision
 from tiercache.layers import LayerArrivals, LayerGroups
 from tiercache.lease import Lease, Room
 from tiercache.moves import MoveBook, Settled
 from tiercache.room import RoomMaker
 from tiercache.settings import CacheSettings
 from tiercache.tenants import NOBODY
-from tiercache.transfer import batches
+from tiercache.transfer import batches, cut
 from tiercache.types import PageIds, Tier
 
 _NO_PAGES = np.empty(0, np.int32)
@@ -43,14 +45,19 @@ class Loads:
         self._pages_per_load = settings.pages_per_load
         self.groups = LayerGroups.of(settings.layout)
 
-    def start(self, cold: PageIds, payer: int = NOBODY) -> None:
+    def start(self, cold: PageIds, payer: int = NOBODY, decision: Decision | None = None) -> None:
         """Starts chains for `cold` pages, for which DEVICE has room; pages from DISK pass through
-        HOST if it has room, so that the next hit is nearer. The copies count for `payer`."""
+        HOST if it has room, so that the next hit is nearer. The copies count for `payer`.
+
+        What was decided on the pages says how long the moves from DISK are to be.
+        """
         on_host = self._catalog.ready_on(Tier.HOST, cold)
         for batch in batches(cold[on_host], self._pages_per_load):
             arrivals = LayerArrivals(self.groups)
             self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), payer, arrivals=arrivals)
-        for batch in batches(cold[~on_host], self._pages_per_move):
+        most = self._pages_per_move
+        sizes = itertools.repeat(most) if decision is None else decision.move_sizes(most)
+        for batch in cut(cold[~on_host], sizes):
             self._moves.start(batch, Tier.DISK, self._chain_up(batch, payer), payer)
 
     def layered(self, lease: Lease) -> list[LayerArrivals] | None:

@@ -34,6 +34,8 @@ class Settled:
     error: str
     seconds: float
     """From when a worker began it to its end."""
+    ended_seconds: float | None
+    """When that was; None if it is now."""
 
 
 class MoveBook:
@@ -134,12 +136,13 @@ class MoveBook:
         """The open moves that bring pages to DEVICE."""
         return [move for move in self.moves() if move.target is Tier.DEVICE]
 
-    def loading_pages(self) -> dict[Tier, int]:
-        """Pages that open moves bring up, by the tier they come from."""
+    def loading_pages(self, beside: PageIds) -> dict[Tier, int]:
+        """Pages that open moves bring up, by the tier they come from, all but those of `beside`."""
         pages: Counter[Tier] = Counter()
         for move in self.moves():
             if move.target < move.source:
-                pages[move.source] += int(move.pages.size)
+                others = np.isin(move.pages, beside, invert=True)
+                pages[move.source] += int(np.count_nonzero(others))
         return dict(pages)
 
     def _settle_erase(self, completion: Completion, erase: Erase) -> None:
@@ -167,6 +170,7 @@ class MoveBook:
             completion.outcomes,
             completion.error,
             completion.seconds,
+            completion.ended_seconds,
         )
 
     def _settle_hop(self, move: Move, hop: Hop, done: np.ndarray) -> None:

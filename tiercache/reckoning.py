@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.books import account_prompt
 from tiercache.explain.spans import Detail, MissSpan
 from tiercache.lease import Books, Follow
-from tiercache.types import MissReason, PageIds, Tier, Tokens
+from tiercache.types import MissReason, PageIds, PrefetchPolicy, Tier, Tokens
 
 if TYPE_CHECKING:
     from tiercache.cache import TierCache
@@ -60,13 +60,11 @@ def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
     stored = match.pages if match is not None else np.empty(0, np.intp)
     path = stored[: (prompt_tokens - 1) // cache.page_tokens]
     sources = cache.catalog.fastest_ready(path)
-    slowest = Tier.HOST if cache.disk_health.reads_trouble else Tier.DISK
-    unusable = (sources < 0) | (sources > int(slowest))
+    unusable = (sources < 0) | (sources > int(slowest_usable(cache)))
     because, detail = MissReason.LOAD_FAILED, None
     if unusable.any():
         usable = int(unusable.argmax())
-        if int(path[usable]) in cache.moves.holes:
-            because = MissReason.CHECKSUM_FAILED
+        because = why_unusable(cache, int(path[usable])) or because
         path, sources = path[:usable], sources[:usable]
     path, sources, gated = _worth_loading(cache, path, sources, prompt_tokens)
     if gated is not None:
@@ -76,6 +74,23 @@ def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
     return reckon(cache, namespace, tokens, path, sources, stored_pages, follow, because, detail)
 
 
+def slowest_usable(cache: TierCache) -> Tier:
+    """The slowest tier whose pages a request may use at present."""
+    if cache.disk_health.reads_trouble or cache.settings.prefetch is PrefetchPolicy.BEST_EFFORT:
+        return Tier.HOST
+    return Tier.DISK
+
+
+def why_unusable(cache: TierCache, page: int) -> MissReason | None:
+    """Why a request cannot use a stored page, where it can be seen from the page itself."""
+    if page in cache.moves.holes:
+        return MissReason.CHECKSUM_FAILED
+    waits = cache.settings.prefetch is not PrefetchPolicy.BEST_EFFORT
+    if waits or cache.disk_health.reads_trouble or not cache.catalog.is_ready(Tier.DISK, page):
+        return None
+    return MissReason.DEADLINE
+
+
 def _worth_loading(
     cache: TierCache, path: np.ndarray, sources: np.ndarray, prompt_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, Detail | None]:
@@ -83,7 +98,7 @@ def _worth_loading(
     if cache.gate is None:
         return path, sources, None
     now = cache.clock.now_seconds()
-    choice = cache.gate.decide(sources, prompt_tokens, now, cache.moves.loading_pages())
+    choice = cache.gate.decide(sources, prompt_tokens, now, cache.moves.loading_pages(path))
     if choice.pages >= path.size:
         return path, sources, None
     return path[: choice.pages], sources[: choice.pages], choice.estimates

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tiercache.admission import AdmissionRule
 from tiercache.tenants import Quotas
-from tiercache.types import PageLayout, Tier
+from tiercache.types import PageLayout, PrefetchPolicy, Tier
 
 MOVE_BYTES = 12 << 20
 """Size of one move, and so of one transaction on DISK."""
@@ -54,8 +54,7 @@ class CacheSettings:
     ghost_pages: int = 200_000
     explains: bool = False
     """Remember what has left, so that it can be told from what was never there."""
-    loads_adaptively: bool = False
-    """Load only what arrives sooner than it can be computed; otherwise whatever is stored."""
+    prefetch: PrefetchPolicy = PrefetchPolicy.WAIT
     quotas: Quotas = field(default_factory=dict)
     """Most pages of each tenant by tier; a tenant without an entry is not told from nobody."""
 

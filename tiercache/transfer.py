@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -85,12 +85,16 @@ Job = Move | Erase
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished job. `outcomes[i]` tells of page i; an erase has one outcome for all."""
+    """A finished job. `outcomes[i]` tells of page i; an erase has one outcome for all.
+
+    `ended_seconds` is when it ended, on the monotonic clock; None stands for when that is heard of.
+    """
 
     job: Job
     outcomes: tuple[PageOutcome, ...]
     seconds: float
     error: str = ""
+    ended_seconds: float | None = None
 
 
 class MemoryPool(Protocol):
@@ -136,7 +140,8 @@ class Carrier:
         except Exception as fault:  # a worker lives on, whatever one job did to it
             error = f"{type(fault).__name__}: {fault}"
             outcomes = (PageOutcome.FAILED,) * _outcome_count(job)
-        return Completion(job, outcomes, time.perf_counter() - started, error)
+        seconds = time.perf_counter() - started
+        return Completion(job, outcomes, seconds, error, time.monotonic())
 
     def _move(self, move: Move) -> tuple[PageOutcome, ...]:
         if move.target is Tier.DISK:
@@ -186,7 +191,7 @@ class Carrier:
                 except Exception as fault:  # a worker lives on, and so do the other loads
                     errors[move.serial] = f"{type(fault).__name__}: {fault}"
                     arrivals_of(move).fail(errors[move.serial])
-        seconds = time.perf_counter() - started
+        seconds, ended = time.perf_counter() - started, time.monotonic()
         share = seconds / sum(move.pages.size for move in moves)
         return [
             Completion(
@@ -195,6 +200,7 @@ class Carrier:
                 * move.pages.size,
                 share * move.pages.size,
                 errors.get(move.serial, ""),
+                ended,
             )
             for move in moves
         ]
@@ -412,3 +418,11 @@ class ThreadedTransfers:
 def batches(pages: PageIds, pages_per_batch: int) -> list[PageIds]:
     """Cuts a run of pages into moves of bounded size, in order."""
     return [pages[i : i + pages_per_batch] for i in range(0, pages.size, pages_per_batch)]
+
+
+def cut(pages: PageIds, sizes: Iterator[int]) -> Iterator[PageIds]:
+    """Cuts a run of pages into moves of these sizes, in order."""
+    while pages.size:
+        size = next(sizes)
+        yield pages[:size]
+        pages = pages[size:]

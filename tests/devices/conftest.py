@@ -93,7 +93,7 @@ def make_rig(model_folder: Path, tmp_path: Path) -> Iterator[MakePaged]:
                         "io": "threads",
                     },
                 },
-                "cache": {"page_tokens": page_tokens},
+                "cache": {"page_tokens": page_tokens, "prefetch": {"policy": "wait"}},
                 "engine": {
                     "prefill_chunk_tokens": chunk,
                     "working_copy_capacity": "8MiB",

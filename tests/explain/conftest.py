@@ -129,12 +129,14 @@ def serve(tiny_folder: Path, tmp_path: Path) -> Iterator[Serve]:
             }
             for name, values in (tiers or {}).items():
                 given[name] |= values
+            caching = {"page_tokens": PAGE, **(cache or {})}
+            caching["prefetch"] = {"policy": "wait", **caching.get("prefetch", {})}
             engine_section = {"threads": 1, "working_copy_capacity": "64MiB"}
             config = parse_config(
                 {
                     "model": {"source": str(tiny_folder)},
                     "tiers": given,
-                    "cache": {"page_tokens": PAGE} | dict(cache or {}),
+                    "cache": caching,
                     "engine": engine_section | dict(sections.pop("engine", {})),
                     **sections,
                 }
