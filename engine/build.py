@@ -43,6 +43,8 @@ _OTHER_LANES = 3
 """Calls of the store that run beside its readers: one that writes, probes, scrubs."""
 _LEAST_DEVICE_PAGES = 2
 """One page to compute and one to generate into."""
+_MOST_POPULATE_SECONDS = 2.0
+"""A start waits so long, at most, for the memory that the first request will touch."""
 _LEAST_STALL_SECONDS = 1.0
 """A healthy disk that is busy may take this long for a batch."""
 _AUTO_READ_RATE = 100 << 20
@@ -105,7 +107,10 @@ def _join(
     limits = _tier_limits(config, layout, store)
     device_pool, pools = parts.pools(limits[Tier.DEVICE].capacity_pages, layout, host)
     first_context = working_copies.memory_of(model.max_context_tokens) if working_copies else []
-    populator = Populator([*first_context, *(pools[tier].rows for tier in sorted(pools))])
+    populator = Populator(
+        [*first_context, *(pools[tier].rows for tier in sorted(pools))],
+        first_bytes=model.max_context_tokens * layout.token_bytes,
+    )
     wake = threading.Event()
     transfers = parts.transfers(pools, store, config.tiers.disk.reader_threads, wake.set)
     clock = SystemClock()
@@ -153,6 +158,7 @@ def _join(
     explainer = _explainer(config, cache, model)
 
     turns.warm_up()
+    populator.wait_for_first(_MOST_POPULATE_SECONDS)
 
     def close() -> None:
         populator.stop()

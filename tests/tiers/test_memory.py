@@ -50,7 +50,8 @@ def test_a_view_outlives_its_pool(pool: HostPool) -> None:
 def test_what_is_brought_in_ahead_keeps_what_it_holds(pool: HostPool) -> None:
     pool.rows[2], pool.rows[9] = 5, 6
     populate(pool.rows.reshape(-1))
-    populator = Populator([pool.rows])
+    populator = Populator([pool.rows], first_bytes=3 * PAGE_BYTES + 1)
+    assert populator.wait_for_first(60)
     populator._thread.join()
     populator.stop()
     assert [int(row.max()) for row in pool.rows] == [0, 0, 5, 0, 0, 0, 0, 0, 0, 6, 0]

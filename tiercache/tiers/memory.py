@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -139,18 +139,25 @@ class ArrayPool:
 
 
 class Populator:
-    """Brings blocks of memory in, one after the other, on a thread, until done or stopped; then
-    gathers them into huge pages, which takes four times as long.
+    """Brings blocks of memory in, on a thread, until done or stopped; then gathers them into huge
+    pages, which takes four times as long.
 
-    What is in the blocks is left alone, so they may be in use meanwhile. Each block is uint8 and
-    contiguous, and must stay alive until `stop` has returned.
+    The first `first_bytes` of every block come first: slots are given out from there, so they are
+    what the first request touches. What is in the blocks is left alone, so they may be in use
+    meanwhile. Each block is uint8 and contiguous, and must stay alive until `stop` has returned.
     """
 
-    def __init__(self, blocks: Sequence[Bytes]) -> None:
+    def __init__(self, blocks: Sequence[Bytes], first_bytes: int = 0) -> None:
         self._blocks = [block.reshape(-1) for block in blocks]
+        self._first_bytes = first_bytes
+        self._first_are_in = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiercache-populate", daemon=True)
         self._thread.start()
+
+    def wait_for_first(self, timeout_seconds: float) -> bool:
+        """Waits until `first_bytes` of every block are in; False when that took too long."""
+        return self._first_are_in.wait(timeout_seconds)
 
     def stop(self) -> None:
         self._stop.set()
@@ -160,12 +167,17 @@ class Populator:
     def _run(self) -> None:
         # Whoever computes goes first: this work is only worth anything while nobody waits.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
-        for work in (populate, gather):
-            for block in self._blocks:
-                for start in range(0, block.size, _POPULATE_BYTES):
-                    if self._stop.is_set():
-                        return
-                    work(block[start : start + _POPULATE_BYTES])
+        self._work(populate, [block[: self._first_bytes] for block in self._blocks])
+        self._first_are_in.set()
+        self._work(populate, [block[self._first_bytes :] for block in self._blocks])
+        self._work(gather, self._blocks)
+
+    def _work(self, work: Callable[[Bytes], bool], blocks: Sequence[Bytes]) -> None:
+        for block in blocks:
+            for start in range(0, block.size, _POPULATE_BYTES):
+                if self._stop.is_set():
+                    return
+                work(block[start : start + _POPULATE_BYTES])
 
 
 def populate(block: Bytes) -> bool:
