@@ -64,6 +64,7 @@ LAYERS = [
         "reckoning",
         "assembly",
         "leasing",
+        "fronts",
         "upkeep",
         "orders",
     },

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache import upkeep
+from tiercache import fronts, upkeep
 from tiercache.explain.spans import Detail
 from tiercache.gate import MOVES_SIDE_BY_SIDE, Decision
 from tiercache.lease import Books, Lease, LeaseState, Room, TokenBuffer
@@ -69,7 +69,7 @@ def acquire(
     why = because or MissReason.LOAD_FAILED
     books = reckon(cache, namespace, tokens, path, sources, stored_pages, follow, why, detail)
     lease = _open(cache, namespace, tokens, path, books, caching=store)
-    lease.payer, lease.decision = payer, decision
+    lease.payer, lease.decision, lease.sources = payer, decision, sources
     _touch(cache, path, hits=1)
     for queue in cache.writes.values():
         queue.used_again(path)
@@ -84,14 +84,16 @@ def acquire(
     return lease
 
 
-def weigh_again(cache: TierCache, lease: Lease) -> Decision | None:
-    """What would be decided on the lease's prefix now; None where nothing is weighed."""
+def weigh_again(cache: TierCache, lease: Lease, from_page: int) -> Decision | None:
+    """What would be decided on the lease's prefix now, of which `from_page` pages are in place;
+    None where nothing is weighed."""
     lease.require_open()
     if cache.gate is None or lease.decision is None:
         return None
     prefix, now = lease.page_range(0, lease.matched_pages), cache.clock.now_seconds()
     sources = cache.catalog.fastest_ready(prefix)
-    return cache.gate.decide(sources, lease.prompt_tokens, now, cache.moves.loading_pages(prefix))
+    queued = cache.moves.loading_pages(prefix)
+    return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued)
 
 
 def overdue(cache: TierCache, lease: Lease, since_seconds: float) -> None:
@@ -152,6 +154,7 @@ def _open(
         generation=cache.generation,
         tokens=TokenBuffer(tokens),
         prompt_tokens=int(tokens.size),
+        page_tokens=cache.page_tokens,
         matched_pages=int(path.size),
         books=books,
         pages=path,
@@ -186,6 +189,9 @@ def insert(cache: TierCache, lease: Lease, computed_tokens: int) -> int:
     lease.require_open()
     first, upto = cache.insertable(lease, computed_tokens)
     if upto <= first:
+        return 0
+    if lease.front is not None:
+        fronts.complete(cache, lease, upto)
         return 0
     tokens = lease.tokens.view(first * cache.page_tokens, upto * cache.page_tokens)
     match = _match_behind(cache, lease, first, tokens)
@@ -263,6 +269,7 @@ def release(cache: TierCache, lease: Lease) -> None:
         slots = cache.catalog.retire(Tier.DEVICE, own)
         cache.catalog.free_retired(Tier.DEVICE, slots)
         cache.catalog.forget_all(own)
+    fronts.give_up(cache, lease)
     lease.state = LeaseState.CLOSED
     del cache.leases[lease.serial]
     cache.forgetter.let_go(path)
