@@ -27,7 +27,7 @@ class Fetching:
     def take_arrivals(self) -> None:
         """Looks at every request whose prefix is not in place yet."""
         for active in list(self._roster.admitted):
-            if active.state is State.FETCHING or not active.is_computing:
+            if not active.is_computing:
                 self.arrive(active)
 
     def arrive(self, active: Active) -> None:
@@ -48,10 +48,12 @@ class Fetching:
             active.loading.ready(self._clock.now_seconds())
         elif self._is_past_deadline(active):
             self.lost_prefix(active, is_late=True)
+        elif lease.decision is None:
+            return
         elif lease.awaited.size < awaited_pages or active.expected_by_seconds is None:
-            self._weigh_again(active, None)
+            self._weigh_again(active)
         elif self.is_out_of_patience(active):
-            self._weigh_again(active, active.loading.began_seconds)
+            self._weigh_again(active, is_overdue=True)
 
     def begun(self, active: Active) -> None:
         """It has pages to wait for, perhaps; the next look at it weighs what to do meanwhile."""
@@ -74,13 +76,13 @@ class Fetching:
         if active.incoming is None:
             active.waiting_since_seconds = None
 
-    def _weigh_again(self, active: Active, overdue_since: float | None) -> None:
+    def _weigh_again(self, active: Active, *, is_overdue: bool = False) -> None:
         """With every arrival, and when none comes, the rest is weighed again by what is known then:
         it is waited for, or its front is computed meanwhile."""
         lease = active.lease
         assert lease is not None
         first = self._cache.in_place(lease, active.computed_tokens // self._cache.page_tokens)
-        decision = self._cache.weigh_again(lease, first, overdue_since=overdue_since)
+        decision = self._cache.weigh_again(lease, first, is_overdue=is_overdue)
         self._expect(active, decision)
         if decision is None or not decision.front_pages:
             return

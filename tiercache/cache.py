@@ -187,13 +187,13 @@ class TierCache:
         return Fetch.WAITING if lease.awaited.size else Fetch.READY
 
     def weigh_again(
-        self, lease: Lease, from_page: int, *, overdue_since: float | None = None
+        self, lease: Lease, from_page: int, *, is_overdue: bool = False
     ) -> Decision | None:
         """What would be decided on the lease's prefix now, with what has come and been measured
-        since; its first `from_page` pages are in place. None where nothing is weighed. With
-        `overdue_since` nothing has come since then."""
-        if overdue_since is not None and self.gate is not None:
-            leasing.overdue(self, lease, overdue_since)
+        since; its first `from_page` pages are in place. None where nothing is weighed. What
+        `is_overdue` tells how slow its tiers are at least."""
+        if is_overdue and self.gate is not None:
+            leasing.overdue(self, lease)
         return leasing.weigh_again(self, lease, from_page)
 
     def in_place(self, lease: Lease, first_page: int) -> int:

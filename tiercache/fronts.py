@@ -14,6 +14,7 @@ another copy was adopted meanwhile, it only gives its slot back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,14 +29,16 @@ if TYPE_CHECKING:  # the facade offers these functions as methods
 
 def take_up(cache: TierCache, lease: Lease, first: int, stop: int) -> int:
     """Takes pages `[first, stop)` of the lease's stored prefix, or as many of the first of them as
-    can be had, for its holder to compute; returns where they end."""
+    can be had, for its holder to compute; returns where they end: before a page that is on DEVICE
+    or that another lease's holder is computing."""
     lease.require_open()
     assert lease.front is None, "one stretch at a time"
     assert first <= stop <= lease.matched_pages
     pages = lease.page_range(first, stop)
-    ready = cache.catalog.ready_on(Tier.DEVICE, pages)
-    pages = pages[: int(ready.argmax())] if ready.any() else pages
-    taken_back = _take_back(cache, lease, pages)
+    others = [other for other in cache.leases.values() if other is not lease]
+    taken = cache.catalog.ready_on(Tier.DEVICE, pages) | _being_computed(pages, others)
+    pages = pages[: int(taken.argmax())] if taken.any() else pages
+    taken_back = _take_back(cache, lease, pages, others)
     rest = taken_back[~np.isin(taken_back, pages)]
     room = cache.room.make(Tier.DEVICE, int(pages.size + rest.size), lease.payer)
     if room is not Room.NOW:  # there is only that of the moves taken back
@@ -50,10 +53,18 @@ def take_up(cache: TierCache, lease: Lease, first: int, stop: int) -> int:
     return first + int(pages.size)
 
 
-def _take_back(cache: TierCache, lease: Lease, pages: PageIds) -> PageIds:
+def _being_computed(pages: PageIds, others: Sequence[Lease]) -> np.ndarray:
+    """Mask over `pages`: which are in the front of another lease."""
+    found = np.zeros(pages.size, np.bool_)
+    for other in others:
+        if other.front is not None:
+            found |= np.isin(pages, other.page_range(other.front.first, other.front.stop))
+    return found
+
+
+def _take_back(cache: TierCache, lease: Lease, pages: PageIds, others: Sequence[Lease]) -> PageIds:
     """Withdraws the moves that were to bring some of `pages`, as far as nobody else waits for them
     and no worker has begun them; what the lease awaits of theirs has no DEVICE slot now."""
-    others = [other for other in cache.leases.values() if other is not lease]
     taken_back = [np.empty(0, np.int32)]
     for settled in cache.loads.withdraw(pages, others):
         upkeep.enter(cache, settled)

@@ -105,6 +105,7 @@ class Lease:
     matched_pages: int
     books: Books
     pages: PageIds
+    opened_seconds: float = 0.0
     inserted_pages: int = 0
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN

@@ -96,15 +96,15 @@ def weigh_again(cache: TierCache, lease: Lease, from_page: int) -> Decision | No
     return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued)
 
 
-def overdue(cache: TierCache, lease: Lease, since_seconds: float) -> None:
-    """Nothing of what the lease awaits has come since then: the gate is told how slow that is."""
+def overdue(cache: TierCache, lease: Lease) -> None:
+    """Nothing of what the lease awaits has come for long: the gate is told how slow that is."""
     assert cache.gate is not None
     now = cache.clock.now_seconds()
     for tier in (Tier.HOST, Tier.DISK):
         moves = [move for move in cache.moves.loads() if move.source is tier]
         if any(np.isin(move.pages, lease.awaited).any() for move in moves):
             pages = sum(int(move.pages.size) for move in moves[:MOVES_SIDE_BY_SIDE])
-            cache.gate.speeds.overdue(tier, pages, since_seconds, now)
+            cache.gate.speeds.overdue(tier, pages, lease.opened_seconds, now)
 
 
 def _usable(
@@ -158,6 +158,7 @@ def _open(
         matched_pages=int(path.size),
         books=books,
         pages=path,
+        opened_seconds=cache.clock.now_seconds(),
         inserted_pages=int(path.size),
         caching=caching,
     )

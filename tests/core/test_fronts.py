@@ -130,6 +130,13 @@ def test_a_page_being_computed_is_waited_for_by_whoever_comes_and_comes_to_both(
     rig.assert_lease_reads_its_own(other)
 
 
+def test_a_page_that_another_computes_is_not_taken_up_as_well() -> None:
+    rig = stored_below()
+    one, other = opened(rig, TOKENS), opened(rig, TOKENS)
+    rig.cache.take_up(one, 3, 6)
+    assert rig.cache.take_up(other, 0, 8) == 3
+
+
 def test_whoever_waits_for_a_page_that_is_not_computed_after_all_hears_of_it() -> None:
     rig = stored_below()
     one = opened(rig, TOKENS)

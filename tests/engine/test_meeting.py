@@ -10,6 +10,7 @@ import pytest
 from engine.api import Finished, FinishReason
 from engine.request import Active
 from tests.engine.conftest import Answer, MakeRig, Rig, prompt
+from tiercache import reckoning
 from tiercache.gate import Choice
 from tiercache.tiers.disk_facts import ReadOutcome
 from tiercache.tiers.store import Pages
@@ -98,6 +99,14 @@ def test_both_parts_together_give_the_same_answer_and_the_answer_says_so(
     again = meeting.finish(meeting.ask()).usage
     assert again.hit_tokens == {Tier.DEVICE: STORED_TOKENS}
     meeting.assert_nothing_is_held()
+
+
+def test_what_a_prompt_would_find_is_told_with_the_same_front(make_rig: MakeRig) -> None:
+    meeting = Meeting(make_rig)
+    namespace = next(iter(meeting.cache.tree.roots))[0]
+    books = reckoning.forecast(meeting.cache, namespace, PROMPT)
+    assert 0 < books.miss_tokens[MissReason.COST_GATE] < STORED_TOKENS
+    assert sum(books.hit_tokens.values()) + sum(books.miss_tokens.values()) == PROMPT.size
 
 
 def test_a_tail_that_cannot_be_read_is_computed_too(
