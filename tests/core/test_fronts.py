@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.prompts import N, opened, prompt, rig_with_disk
@@ -165,6 +165,7 @@ def test_a_front_that_was_superseded_only_gives_its_slots_back() -> None:
     assert rig.cache.catalog.tiers[Tier.DEVICE].free_count == 32 - PAGES
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 2**32), st.booleans())
 def test_whatever_happens_meanwhile_no_slot_is_lost_and_no_wrong_byte_read(
     seed: int, from_disk: bool

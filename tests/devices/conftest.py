@@ -80,6 +80,7 @@ def make_rig(
         disk: int = 0,
         page_tokens: int = 16,
         chunk: int = 64,
+        policy: str = "wait",
         **engine_options: Any,
     ) -> Rig:
         config = parse_config(
@@ -95,7 +96,7 @@ def make_rig(
                         "io": "threads",
                     },
                 },
-                "cache": {"page_tokens": page_tokens, "prefetch": {"policy": "wait"}},
+                "cache": {"page_tokens": page_tokens, "prefetch": {"policy": policy}},
                 "engine": {
                     "prefill_chunk_tokens": chunk,
                     "working_copy_capacity": "8MiB",

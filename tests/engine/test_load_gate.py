@@ -40,6 +40,7 @@ def gate_of(rig: Rig) -> LoadGate:
 def test_what_arrives_soon_is_loaded_and_the_answer_says_so(make_rig: MakeRig) -> None:
     rig, computed = rig_with_a_prefix_on_disk(make_rig)
     gate_of(rig).speeds.saw(Tier.DISK, 100, 1e-3, rig.engine._clock.now_seconds())
+    gate_of(rig).prefill.saw(0, 1500, 1e6)  # nothing is dearer than to compute
     end = rig.answer(prompt(1, 1500))
     assert end.token_ids == computed.token_ids
     report = end.usage.loading
@@ -109,7 +110,7 @@ def test_a_load_that_does_not_come_is_given_up_at_its_deadline(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, computed = rig_with_a_prefix_on_disk(make_rig, fetch_deadline_seconds=0.1)
-    gate_of(rig).prefill.saw(0, 1, 1000.0)  # nothing is dearer than to compute
+    gate_of(rig).prefill.saw(0, 1500, 1e6)  # nothing is dearer than to compute
     carrier = rig.engine._cache._transfers._carrier  # type: ignore[attr-defined]
     carry, goes_on = carrier.carry, threading.Event()
 
