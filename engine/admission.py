@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.api import FinishReason
 from engine.fetching import Fetching
 from engine.prefill_speed import PrefillSpeed
-from engine.request import Active, State
+from engine.request import Active
 from engine.roster import Roster
 from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, fair_head, take_turns
 from engine.workplace import Workplace
@@ -165,7 +165,6 @@ class Admission:
         active.lease, active.working_copy = lease, working_copy
         active.follow = None
         active.loading.decided(lease.decision, now)
-        active.state = State.FETCHING
         self._fetching.begun(active)
         self._roster.admitted.append(active)
         self._counters.most_running_requests = max(

@@ -27,7 +27,7 @@ class Fetching:
     def take_arrivals(self) -> None:
         """Looks at every request whose prefix is not in place yet."""
         for active in list(self._roster.admitted):
-            if active.state is State.FETCHING or active.prefix_pending:
+            if not active.is_computing:
                 self.arrive(active)
 
     def arrive(self, active: Active) -> None:
@@ -44,33 +44,54 @@ class Fetching:
         elif fetch is Fetch.READY or self._prefixes.comes_by_layers(
             lease, holds_up_others=len(self._roster.admitted) > 1
         ):
-            active.computed_tokens = lease.matched_pages * self._cache.page_tokens
-            active.prefix_pending = lease.matched_pages > 0
+            self._go_on(active, lease.matched_pages)
             active.loading.ready(self._clock.now_seconds())
-            active.state = State.RUNNING
-            if not active.prefix_pending:
-                active.waiting_since_seconds = None
         elif self._is_past_deadline(active):
             self.lost_prefix(active, is_late=True)
-        elif lease.awaited.size < awaited_pages:
-            self._weigh_again(active, None)
+        elif lease.decision is None:
+            return
+        elif lease.awaited.size < awaited_pages or active.expected_by_seconds is None:
+            self._weigh_again(active)
         elif self.is_out_of_patience(active):
-            self._weigh_again(active, active.waiting_since_seconds)
+            self._weigh_again(active, is_overdue=True)
 
     def begun(self, active: Active) -> None:
-        """It has a lease, and pages may be on their way."""
-        assert active.lease is not None
+        """It has pages to wait for, perhaps; the next look at it weighs what to do meanwhile."""
+        active.state = State.FETCHING
         active.waiting_since_seconds = self._clock.now_seconds()
-        self._expect(active, active.lease.decision)
+        active.expected_by_seconds = None
 
-    def _weigh_again(self, active: Active, overdue_since: float | None) -> None:
-        """With every arrival, and when none comes, the rest is weighed again by what is known then;
-        if computing it is sooner, the request starts over."""
-        assert active.lease is not None
-        decision = self._cache.weigh_again(active.lease, overdue_since=overdue_since)
+    def front_done(self, active: Active) -> None:
+        """It has computed as much of its prefix as was planned, while the rest is on its way."""
+        active.front_stop_tokens = None
+        self.begun(active)
+
+    def _go_on(self, active: Active, stop_page: int) -> None:
+        """FETCHING → RUNNING: the next forward pass brings the pages before `stop_page` in."""
+        page_tokens = self._cache.page_tokens
+        first_page = active.computed_tokens // page_tokens
+        active.computed_tokens = stop_page * page_tokens
+        active.incoming = range(first_page, stop_page) if stop_page > first_page else None
+        active.state = State.RUNNING
+        if active.incoming is None:
+            active.waiting_since_seconds = None
+
+    def _weigh_again(self, active: Active, *, is_overdue: bool = False) -> None:
+        """With every arrival, and when none comes, the rest is weighed again by what is known then:
+        it is waited for, or its front is computed meanwhile."""
+        lease = active.lease
+        assert lease is not None
+        first = self._cache.in_place(lease, active.computed_tokens // self._cache.page_tokens)
+        decision = self._cache.weigh_again(lease, first, is_overdue=is_overdue)
         self._expect(active, decision)
-        if decision is not None and decision.is_better_stopped:
-            self._roster.put_back(active)
+        if decision is None or not decision.front_pages:
+            return
+        chunk_pages = max(1, self._settings.prefill_chunk_tokens // self._cache.page_tokens)
+        stop = self._cache.take_up(lease, first, min(decision.front_stop, first + chunk_pages))
+        if stop > first:
+            active.loading.met(decision)
+            self._go_on(active, first)
+            active.front_stop_tokens = stop * self._cache.page_tokens
 
     def _expect(self, active: Active, decision: Decision | None) -> None:
         patience = decision.patience_seconds if decision is not None else None

@@ -93,7 +93,7 @@ def plan_step(
     for active in running:
         if active.is_decoding or budget <= 0:
             continue
-        tokens = min(budget, active.token_count - active.computed_tokens)
+        tokens = min(budget, active.compute_until_tokens - active.computed_tokens)
         budget -= tokens
         work.append(Work(active, tokens, was_decode=False))
     return work

@@ -65,6 +65,7 @@ LAYERS = [
         "reckoning",
         "assembly",
         "leasing",
+        "fronts",
         "upkeep",
         "orders",
     },

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiercache import assembly, inspection, leasing, orders, upkeep
+from tiercache import assembly, fronts, inspection, leasing, orders, upkeep
 from tiercache.clock import Clock, SystemClock
 from tiercache.explain.ghosts import GhostList
 from tiercache.explain.namespaces import NamespaceBook
@@ -185,12 +185,25 @@ class TierCache:
             lease.awaited = lease.awaited[state != int(SlotState.READY)]
         return Fetch.WAITING if lease.awaited.size else Fetch.READY
 
-    def weigh_again(self, lease: Lease, *, overdue_since: float | None = None) -> Decision | None:
+    def weigh_again(
+        self, lease: Lease, from_page: int, *, is_overdue: bool = False
+    ) -> Decision | None:
         """What would be decided on the lease's prefix now, with what has come and been measured
-        since; None where nothing is weighed. With `overdue_since` nothing has come since then."""
-        if overdue_since is not None and self.gate is not None:
-            leasing.overdue(self, lease, overdue_since)
-        return leasing.weigh_again(self, lease)
+        since; its first `from_page` pages are in place. None where nothing is weighed. What
+        `is_overdue` tells how slow its tiers are at least."""
+        if is_overdue and self.gate is not None:
+            leasing.overdue(self, lease)
+        return leasing.weigh_again(self, lease, from_page)
+
+    def in_place(self, lease: Lease, first_page: int) -> int:
+        """How many pages of the lease's stored prefix are on DEVICE without a gap, of which
+        `first_page` are known to be."""
+        return fronts.in_place(self, lease, first_page)
+
+    def take_up(self, lease: Lease, first_page: int, stop_page: int) -> int:
+        """Takes pages of the lease's stored prefix for its holder to compute, while what lies
+        behind them loads; returns where they end. `slots` and `insert` are for them next."""
+        return fronts.take_up(self, lease, first_page, stop_page)
 
     def reserve(self, lease: Lease, pages: int = 1) -> Room:
         """DEVICE slots for `pages` more pages at the end of the lease; `NOW` means they are had."""
@@ -207,18 +220,21 @@ class TierCache:
         lease.require_open()
         pages = lease.page_range(first_page, stop_page)
         slots: Slots = self.catalog.tiers[Tier.DEVICE].slot[pages].copy()
+        fronts.overlay(lease, first_page, slots)
         return slots
 
     def insertable(self, lease: Lease, computed_tokens: int) -> tuple[int, int]:
-        """Pages `[first, stop)` that `insert` would take: complete, and not in the tree yet.
+        """Pages `[first, stop)` that `insert` would take: complete, and not in the tree yet, or of
+        the lease's front.
 
         Their bytes have to be in their DEVICE slots before `insert` is called.
         """
-        first = lease.inserted_pages
-        stop = min(computed_tokens // self.page_tokens, lease.pages.size)
-        if not lease.stores or stop <= first or lease.generation != self.generation:
-            return first, first
-        return first, stop
+        first, last = lease.inserted_pages, int(lease.pages.size)
+        is_kept = lease.stores and lease.generation == self.generation
+        if lease.front is not None:  # stored already, whatever becomes of the lease's own pages
+            first, last, is_kept = lease.front.first, lease.front.stop, True
+        stop = min(computed_tokens // self.page_tokens, last)
+        return (first, stop) if is_kept and stop > first else (first, first)
 
     def insert(self, lease: Lease, computed_tokens: int) -> int:
         """Makes every complete page of the first `computed_tokens` tokens everybody's.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache import upkeep
+from tiercache import fronts, upkeep
 from tiercache.explain.spans import Detail
 from tiercache.gate import MOVES_SIDE_BY_SIDE, Decision
 from tiercache.lease import Books, Lease, LeaseState, Room, TokenBuffer
@@ -72,7 +72,8 @@ def acquire(
     why = because or MissReason.LOAD_FAILED
     books = reckon(cache, namespace, tokens, path, sources, stored_pages, follow, why, detail)
     lease = _open(cache, namespace, tokens, path, books, caching=has_own)
-    lease.payer, lease.decision, lease.stores = payer, decision, store
+    lease.payer, lease.decision, lease.sources = payer, decision, sources
+    lease.stores = store
     _touch(cache, path, hits=1)
     for queue in cache.writes.values():
         queue.used_again(path)
@@ -87,25 +88,27 @@ def acquire(
     return lease
 
 
-def weigh_again(cache: TierCache, lease: Lease) -> Decision | None:
-    """What would be decided on the lease's prefix now; None where nothing is weighed."""
+def weigh_again(cache: TierCache, lease: Lease, from_page: int) -> Decision | None:
+    """What would be decided on the lease's prefix now, of which `from_page` pages are in place;
+    None where nothing is weighed."""
     lease.require_open()
     if cache.gate is None or lease.decision is None:
         return None
     prefix, now = lease.page_range(0, lease.matched_pages), cache.clock.now_seconds()
     sources = cache.catalog.fastest_ready(prefix)
-    return cache.gate.decide(sources, lease.prompt_tokens, now, cache.moves.loading_pages(prefix))
+    queued = cache.moves.loading_pages(prefix)
+    return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued)
 
 
-def overdue(cache: TierCache, lease: Lease, since_seconds: float) -> None:
-    """Nothing of what the lease awaits has come since then: the gate is told how slow that is."""
+def overdue(cache: TierCache, lease: Lease) -> None:
+    """Nothing of what the lease awaits has come for long: the gate is told how slow that is."""
     assert cache.gate is not None
     now = cache.clock.now_seconds()
     for tier in (Tier.HOST, Tier.DISK):
         moves = [move for move in cache.moves.loads() if move.source is tier]
         if any(np.isin(move.pages, lease.awaited).any() for move in moves):
             pages = sum(int(move.pages.size) for move in moves[:MOVES_SIDE_BY_SIDE])
-            cache.gate.speeds.overdue(tier, pages, since_seconds, now)
+            cache.gate.speeds.overdue(tier, pages, lease.opened_seconds, now)
 
 
 def _usable(
@@ -155,9 +158,11 @@ def _open(
         generation=cache.generation,
         tokens=TokenBuffer(tokens),
         prompt_tokens=int(tokens.size),
+        page_tokens=cache.page_tokens,
         matched_pages=int(path.size),
         books=books,
         pages=path,
+        opened_seconds=cache.clock.now_seconds(),
         inserted_pages=int(path.size),
         caching=caching,
     )
@@ -189,6 +194,9 @@ def insert(cache: TierCache, lease: Lease, computed_tokens: int) -> int:
     lease.require_open()
     first, upto = cache.insertable(lease, computed_tokens)
     if upto <= first:
+        return 0
+    if lease.front is not None:
+        fronts.complete(cache, lease, upto)
         return 0
     tokens = lease.tokens.view(first * cache.page_tokens, upto * cache.page_tokens)
     match = _match_behind(cache, lease, first, tokens)
@@ -266,6 +274,7 @@ def release(cache: TierCache, lease: Lease) -> None:
         slots = cache.catalog.retire(Tier.DEVICE, own)
         cache.catalog.free_retired(Tier.DEVICE, slots)
         cache.catalog.forget_all(own)
+    fronts.give_up(cache, lease)
     lease.state = LeaseState.CLOSED
     del cache.leases[lease.serial]
     cache.forgetter.let_go(path)

@@ -49,7 +49,8 @@ class Loads:
         """Starts chains for `cold` pages, for which DEVICE has room; pages from DISK pass through
         HOST if it has room, so that the next hit is nearer. The copies count for `payer`.
 
-        What was decided on the pages says how long the moves from DISK are to be.
+        What was decided on the pages says how long the moves from DISK are to be; these begin with
+        the last page.
         """
         on_host = self._catalog.ready_on(Tier.HOST, cold)
         for batch in batches(cold[on_host], self._pages_per_load):
@@ -57,7 +58,7 @@ class Loads:
             self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), payer, arrivals=arrivals)
         most = self._pages_per_move
         sizes = itertools.repeat(most) if decision is None else decision.move_sizes(most)
-        for batch in cut(cold[~on_host], sizes):
+        for batch in cut(cold[~on_host], sizes, from_end=decision is not None):
             self._moves.start(batch, Tier.DISK, self._chain_up(batch, payer), payer)
 
     def layered(self, lease: Lease) -> list[LayerArrivals] | None:
@@ -75,15 +76,18 @@ class Loads:
 
     def give_up(self, lease: Lease, others: Iterable[Lease]) -> list[Settled]:
         """Takes back what only `lease` waited for and no worker has begun."""
-        if not lease.awaited.size:
-            return []
+        return self.withdraw(lease.awaited, others) if lease.awaited.size else []
+
+    def withdraw(self, pages: PageIds, others: Iterable[Lease]) -> list[Settled]:
+        """Takes back the loads of any of `pages` that no worker has begun and none of `others`
+        waits for."""
         wanted = np.concatenate([_NO_PAGES, *(other.awaited for other in others)])
-        settled = []
-        for move in self._moves.loads():
-            mine = np.isin(move.pages, lease.awaited).any()
-            if mine and not np.isin(move.pages, wanted).any():
-                settled.append(self._moves.cancel(move))
-        return [one for one in settled if one is not None]
+        withdrawn = [
+            self._moves.cancel(move)
+            for move in self._moves.loads()
+            if np.isin(move.pages, pages).any() and not np.isin(move.pages, wanted).any()
+        ]
+        return [one for one in withdrawn if one is not None]
 
     def _chain_up(self, batch: PageIds, payer: int) -> tuple[Tier, ...]:
         host = self._catalog.tiers.get(Tier.HOST)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.books import account_prompt
+from tiercache.books import account_prompt, computed_instead
 from tiercache.explain.spans import Detail, MissSpan
+from tiercache.gate import Decision
 from tiercache.lease import Books, Follow
 from tiercache.types import MissReason, PageIds, PrefetchPolicy, Tier, Tokens
 
@@ -66,12 +67,16 @@ def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
         usable = int(unusable.argmax())
         because = why_unusable(cache, int(path[usable])) or because
         path, sources = path[:usable], sources[:usable]
-    path, sources, gated = _worth_loading(cache, path, sources, prompt_tokens)
-    if gated is not None:
-        because, detail = MissReason.COST_GATE, gated
+    choice = _weigh(cache, path, sources, prompt_tokens)
+    if choice.pages < path.size:
+        path, sources = path[: choice.pages], sources[: choice.pages]
+        because, detail = MissReason.COST_GATE, choice.estimates
     follow = cache.follow(namespace, tokens)
     stored_pages = int(stored.size)
-    return reckon(cache, namespace, tokens, path, sources, stored_pages, follow, because, detail)
+    books = reckon(cache, namespace, tokens, path, sources, stored_pages, follow, because, detail)
+    front = np.zeros(path.size, np.bool_)
+    front[choice.front_stop - choice.front_pages : choice.front_stop] = True
+    return computed_instead(books, cache.page_tokens, sources, front)
 
 
 def slowest_usable(cache: TierCache) -> Tier:
@@ -91,14 +96,9 @@ def why_unusable(cache: TierCache, page: int) -> MissReason | None:
     return MissReason.DEADLINE
 
 
-def _worth_loading(
-    cache: TierCache, path: np.ndarray, sources: np.ndarray, prompt_tokens: int
-) -> tuple[np.ndarray, np.ndarray, Detail | None]:
-    """What of a stored prefix would be loaded, and the estimates if that is not all of it."""
+def _weigh(cache: TierCache, path: np.ndarray, sources: np.ndarray, prompt_tokens: int) -> Decision:
+    """What would be decided on a stored prefix; to load all of it where nothing is weighed."""
     if cache.gate is None:
-        return path, sources, None
+        return Decision(int(path.size), int(path.size))
     now = cache.clock.now_seconds()
-    choice = cache.gate.decide(sources, prompt_tokens, now, cache.moves.loading_pages(path))
-    if choice.pages >= path.size:
-        return path, sources, None
-    return path[: choice.pages], sources[: choice.pages], choice.estimates
+    return cache.gate.decide(sources, prompt_tokens, now, cache.moves.loading_pages(path))

@@ -420,9 +420,9 @@ def batches(pages: PageIds, pages_per_batch: int) -> list[PageIds]:
     return [pages[i : i + pages_per_batch] for i in range(0, pages.size, pages_per_batch)]
 
 
-def cut(pages: PageIds, sizes: Iterator[int]) -> Iterator[PageIds]:
-    """Cuts a run of pages into moves of these sizes, in order."""
+def cut(pages: PageIds, sizes: Iterator[int], *, from_end: bool = False) -> Iterator[PageIds]:
+    """Cuts a run of pages into moves of these sizes, in order or with the last pages first."""
     while pages.size:
         size = next(sizes)
-        yield pages[:size]
-        pages = pages[size:]
+        yield pages[-size:] if from_end else pages[:size]
+        pages = pages[:-size] if from_end else pages[size:]

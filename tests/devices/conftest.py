@@ -78,6 +78,7 @@ def make_rig(model_folder: Path, tmp_path: Path) -> Iterator[MakePaged]:
         disk: int = 0,
         page_tokens: int = 16,
         chunk: int = 64,
+        policy: str = "wait",
         **engine_options: Any,
     ) -> Rig:
         config = parse_config(
@@ -93,7 +94,7 @@ def make_rig(model_folder: Path, tmp_path: Path) -> Iterator[MakePaged]:
                         "io": "threads",
                     },
                 },
-                "cache": {"page_tokens": page_tokens, "prefetch": {"policy": "wait"}},
+                "cache": {"page_tokens": page_tokens, "prefetch": {"policy": policy}},
                 "engine": {
                     "prefill_chunk_tokens": chunk,
                     "working_copy_capacity": "8MiB",
