@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -166,8 +167,9 @@ class Tests:
             if process.returncode:
                 print(said[-6000:])
             last = (said.strip().splitlines() or ["nothing said"])[-1]
-            if process.returncode and "No module named pytest" in said:
-                raise ImportError("the package pytest is missing")
+            missing = re.search(r"No module named '?([\w.]+)", said)
+            if process.returncode and missing:
+                raise ImportError(f"tests need the package {missing[1]}")
             passed = process.returncode == 0
             yield _line("tests", f"tests that need a GPU, {name}", last, "", "all pass", passed)
 
@@ -182,6 +184,7 @@ def _pytest(path: Path, rehearses: bool) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pytest", "-q", str(path), "-m", "gpu"]
     command += ["-p", "no:cacheprovider"]
     command += ["-W", "default"]  # the machine's own packages may warn of what they like
+    command += ["-o", "addopts="]  # and it may lack a plugin that our settings speak of
     if rehearses:
         command.append("--collect-only")
     return subprocess.Popen(
