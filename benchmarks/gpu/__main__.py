@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -157,19 +158,29 @@ class Tests:
 
     def results(self, left_seconds: float) -> Iterator[dict[str, Any]]:
         deadline = time.monotonic() + min(120.0, left_seconds)
-        for name, process in self._running.items():
-            try:
-                said, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                said = process.communicate()[0] + "\ndid not end in time"
-            if process.returncode:
-                print(said[-6000:])
-            last = (said.strip().splitlines() or ["nothing said"])[-1]
-            if process.returncode and "No module named pytest" in said:
-                raise ImportError("the package pytest is missing")
-            passed = process.returncode == 0
-            yield _line("tests", f"tests that need a GPU, {name}", last, "", "all pass", passed)
+        try:
+            for name, process in self._running.items():
+                yield self._result(name, process, deadline - time.monotonic())
+        finally:
+            self.stop()
+
+    def _result(
+        self, name: str, process: subprocess.Popen[str], left_seconds: float
+    ) -> dict[str, Any]:
+        """Raises ImportError for a package that is missing."""
+        try:
+            said, _ = process.communicate(timeout=max(0.1, left_seconds))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = process.communicate()[0] + "\ndid not end in time"
+        missing = re.search(r"No module named '?([\w.]+)", said)
+        if process.returncode and missing:
+            raise ImportError(f"tests need the package {missing[1]}")
+        if process.returncode:
+            print(said[-6000:])
+        last = (said.strip().splitlines() or ["nothing said"])[-1]
+        passed = process.returncode == 0
+        return _line("tests", f"tests that need a GPU, {name}", last, "", "all pass", passed)
 
     def stop(self) -> None:
         for process in self._running.values():
@@ -182,6 +193,7 @@ def _pytest(path: Path, rehearses: bool) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pytest", "-q", str(path), "-m", "gpu"]
     command += ["-p", "no:cacheprovider"]
     command += ["-W", "default"]  # the machine's own packages may warn of what they like
+    command += ["-o", "addopts="]  # and it may lack a plugin that our settings speak of
     if rehearses:
         command.append("--collect-only")
     return subprocess.Popen(

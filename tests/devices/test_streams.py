@@ -263,8 +263,20 @@ def test_groups_cover_every_layer_once_and_in_order(layers: int, layer_bytes: in
     assert groups[-1].stop == layers
     assert [group.begin for group in groups] == [group.first * layer_bytes for group in groups]
     assert sum(group.size_bytes for group in groups) == page_bytes
-    if page_bytes >= 512 << 10 and layers > 1:
-        assert all(group.size_bytes >= 256 << 10 for group in groups)
+    if page_bytes >= 512 << 10 and len(groups) > 1:
+        assert all(group.size_bytes >= 128 << 10 for group in groups), "worth a copy"
+
+
+@pytest.mark.parametrize("engine_bytes", [512 << 10, 4 << 20], ids=["engine", "kernel"])
+def test_little_of_a_page_comes_before_anything_can_be_computed(engine_bytes: int) -> None:
+    """What is loaded before the first layer is hidden behind nothing."""
+    groups = layer_groups(32, 2 << 20, engine_bytes)
+    assert groups[0].size_bytes <= (2 << 20) // 10
+    behind = [group.first for group in groups[1:]]
+    assert all(
+        group.stop - group.first <= 3 * first
+        for group, first in zip(groups[1:], behind, strict=True)
+    ), "what comes next has layers enough before it"
 
 
 def devices() -> Iterator[tuple[Device, Bytes]]:
