@@ -208,9 +208,10 @@ class Carrier:
     def _copy_piece(self, move: Move, groups: range) -> None:
         (hop,) = move.hops
         part = arrivals_of(move).groups.bytes_of_all(groups)
-        rows_in, rows_out = self._pools[move.source].rows, self._pools[hop.tier].rows
+        rows_in = self._pools[move.source].rows[:, part]
+        rows_out = self._pools[hop.tier].rows[:, part]
         for slot_in, slot_out in zip(move.source_slots.tolist(), hop.slots.tolist(), strict=True):
-            rows_out[slot_out, part] = rows_in[slot_in, part]
+            rows_out[slot_out] = rows_in[slot_in]
         arrivals_of(move).arrive(groups[-1])
 
     def carry_erases(self, erases: Sequence[Erase]) -> list[Completion]:
