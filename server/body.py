@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.concurrency import run_in_threadpool
 
 from server.errors import ApiError, bad_field, from_validation_error
 from tiercache.config_problems import dotted_name
@@ -25,19 +23,14 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=BaseModel)
-T = TypeVar("T")
 
 
-async def parse_body(
-    request: Request, max_body_bytes: int, kind: type[B], finish: Callable[[B], T]
-) -> T:
-    """Reads the body, checks it as `kind` and returns `finish` of it.
+def checked(raw: bytes, kind: type[B]) -> B:
+    """A body checked as `kind`; an empty one reads as `{}`. Raises ApiError naming what is wrong.
 
-    Parsing, checking and `finish` (tokenizing, rendering) run in a worker thread: a long prompt
-    takes long there, and the event loop goes on. An empty body reads as `{}`.
+    Takes long for long bodies: call it in a worker thread.
     """
-    raw = await _read(request, max_body_bytes)
-    return await run_in_threadpool(lambda: finish(_check(_parse_json(raw), kind)))
+    return _check(_parse_json(raw), kind)
 
 
 async def discard_body(request: Request, max_body_bytes: int) -> None:
@@ -49,7 +42,8 @@ async def discard_body(request: Request, max_body_bytes: int) -> None:
             break
 
 
-async def _read(request: Request, max_body_bytes: int) -> bytes:
+async def read_body(request: Request, max_body_bytes: int) -> bytes:
+    """The bytes of a body. Raises ApiError when there are more than `max_body_bytes`."""
     chunks: list[bytes] = []
     size_bytes = 0
     async for chunk in request.stream():

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 
 from engine.api import RequestError
-from server.body import B, discard_body, parse_body
+from server.body import B, checked, discard_body, read_body
 from server.callers import caller_of
 from server.errors import ApiError, from_request_error
 from server.port import ServedEngine
@@ -56,15 +57,21 @@ class Served:
         *,
         generates: bool = False,
     ) -> T:
-        """`finish` of the request's checked body. Raises ApiError, also when too many are read."""
+        """`finish` of the request's checked body, off the event loop, which goes on meanwhile.
+
+        A place in the queue is taken from when the body is there: who sends slowly takes none.
+        Raises ApiError for what is wrong with the body, and where there is no place.
+        """
         most_bytes = self.config.server.max_body
+        places = self.open_requests
         try:
-            with self.open_requests.reading(generates=generates):
-                return await parse_body(request, most_bytes, kind, finish)
-        except ApiError as error:
-            if error.code == "queue_full":
-                await discard_body(request, most_bytes)
+            places.require_place(generates=generates)
+        except ApiError:
+            await discard_body(request, most_bytes)
             raise
+        raw = await read_body(request, most_bytes)
+        with places.preparing(generates=generates):
+            return await run_in_threadpool(lambda: finish(checked(raw, kind)))
 
     async def command(self, function: Callable[[TierCache], T]) -> T:
         """Runs `function` on the engine thread. Raises ApiError when it cannot be run soon."""

@@ -13,10 +13,14 @@ from engine.models import decode
 from server.body import Body
 from server.cache_routes import tier_reasons
 from server.context import served
+from server.errors import bad_field
 from server.openai_schema import TokenList
 from server.prompt import PromptSource, prompt_tokens, source_tokens
 
 router = APIRouter()
+
+_MOST_DETOKENIZED = 1 << 17
+"""Tokens, or a context's where that is more: making text of millions holds up everybody else."""
 
 
 class TokenizeRequest(PromptSource):
@@ -82,6 +86,11 @@ async def detokenize(request: Request) -> dict[str, Any]:
     def finish(body: DetokenizeRequest) -> str:
         if body.model is not None:
             here.require_model(body.model)
+        most = max(_MOST_DETOKENIZED, here.engine.model.max_context_tokens)
+        if len(body.tokens) > most:
+            raise bad_field(
+                "tokens", f"{len(body.tokens)} tokens at once; at most {most} are taken"
+            )
         return decode(here.engine.model, prompt_tokens(here.engine.model, body.tokens, "tokens"))
 
     return {"text": await here.parse(request, DetokenizeRequest, finish)}

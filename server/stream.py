@@ -23,31 +23,34 @@ _LOOK_AROUND_SECONDS = 1.0
 
 
 class OpenRequests:
-    """Requests that are being read, and ids of those that the engine has. Event loop only."""
+    """Requests that are being prepared, and ids of those that the engine has. Event loop only."""
 
     def __init__(self, engine: ServedEngine, most: int) -> None:
         self.stopping = False
         self._engine = engine
         self._most = most
-        self._being_read = 0
+        self._being_prepared = 0
         self._ids: set[str] = set()
 
-    @contextlib.contextmanager
-    def reading(self, *, generates: bool) -> Iterator[None]:
-        """A place for a request while its body is read, parsed and tokenized.
+    def require_place(self, *, generates: bool) -> None:
+        """Raises ApiError when there is no place for a further request.
 
         There are as many as the queue has, and for one that `generates` only those that the engine
         has nobody for: what would be turned away is not worked on, nor kept in memory, before.
-        Raises ApiError where there is none.
         """
-        taken = self._being_read + (len(self._ids) if generates else 0)
+        taken = self._being_prepared + (len(self._ids) if generates else 0)
         if taken >= self._most:
-            raise queue_full(f"{taken} requests are being read, waiting or running already")
-        self._being_read += 1
+            raise queue_full(f"{taken} requests are being parsed, waiting or running already")
+
+    @contextlib.contextmanager
+    def preparing(self, *, generates: bool) -> Iterator[None]:
+        """A place for a request while its body is parsed and tokenized. Raises ApiError."""
+        self.require_place(generates=generates)
+        self._being_prepared += 1
         try:
             yield
         finally:
-            self._being_read -= 1
+            self._being_prepared -= 1
 
     def add(self, request_id: str) -> None:
         self._ids.add(request_id)

@@ -306,7 +306,7 @@ class ServerConfig(Section):
     )
     admin_keys: Keys = Field(default=(), description="Keys that may also evict and flush.")
     max_queue: int = Field(
-        default=512, ge=1, le=2**20, description="Most requests at once, waiting or running."
+        default=512, ge=1, le=2**20, description="Most requests parsed, waiting or running at once."
     )
     max_body: SizeBytes = Field(
         default=8 * MIB, ge=KIB, le=GIB, description="Largest request body in bytes, 1KiB to 1GiB."

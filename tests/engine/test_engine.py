@@ -253,7 +253,12 @@ def test_a_request_without_pages_left_makes_room_at_the_cost_of_the_youngest(
     assert [answer.wait().token_ids for answer in answers] == expected
     snapshot = rig.engine.snapshot()
     assert snapshot.preemptions > 0
-    assert snapshot.cache.counters.prompt_tokens == 3 * 60, "resuming is not counted again"
+    counters = snapshot.cache.counters
+    assert counters.prompt_tokens == 3 * 60, "resuming is not counted again"
+    assert counters.hit_tokens.total() + counters.miss_tokens.total() == 3 * 60
+    assert counters.hit_tokens.total() == 0, "and what it finds of its own is no hit"
+    assert snapshot.generated_tokens == sum(map(len, expected))
+    assert sum(times.count for times in snapshot.ttft_seconds.values()) == 3
     rig.assert_nothing_is_held()
 
 

@@ -106,7 +106,7 @@ def test_a_reader_that_is_slow_keeps_no_place_once_its_answer_is_there(
         assert answer.status_code == 200
 
 
-def test_a_client_that_leaves_while_it_sends_takes_no_place_and_breaks_nothing(
+def test_a_client_that_sends_slowly_or_leaves_takes_no_place_and_breaks_nothing(
     connect: Connect, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     http = connect(max_queue=1)
@@ -116,11 +116,8 @@ def test_a_client_that_leaves_while_it_sends_takes_no_place_and_breaks_nothing(
             head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             sender.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())
             time.sleep(0.05)
-    deadline = time.monotonic() + 10
-    while (answer := http.post(PATH, json=BODY)).status_code == 429:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert answer.status_code == 200
+            assert http.post(PATH, json=BODY).status_code == 200
+    assert http.post(PATH, json=BODY).status_code == 200
     assert not caplog.records
 
 

@@ -153,6 +153,12 @@ def test_tokens_go_there_and_back(http: httpx.Client) -> None:
     assert back == {"text": "Grüße, the end"}
 
 
+def test_more_tokens_than_anybody_needs_are_not_made_into_text(http: httpx.Client) -> None:
+    assert http.post("/detokenize", json={"tokens": [1] * (1 << 17)}).status_code == 200
+    answer = http.post("/detokenize", json={"tokens": [1] * ((1 << 17) + 1)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+
+
 def test_a_conversation_is_tokenized_as_the_model_sees_it(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:

@@ -27,6 +27,7 @@ def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(tmp_pat
         order_every_seconds=1,
         fault_every_seconds=0.5,
         crowd_every_seconds=2,
+        patience_seconds=60,
     )
     soak = Soak(config, plan, tmp_path)
     soak.run()
