@@ -13,19 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
-
-from engine.attention import paged_attention
 
 
 class FusedAttention(nn.Module):
-    """`LlamaAttention` over working copies."""
+    """`LlamaAttention` without a cache of the library's, over whichever attention is registered."""
 
     def __init__(self, stock: LlamaAttention) -> None:
         super().__init__()
+        self.config = stock.config
         self.layer_idx = stock.layer_idx
-        self._head_dim = stock.head_dim
-        self._scaling = stock.scaling
+        self.head_dim = stock.head_dim
+        self.scaling = stock.scaling
+        self.num_key_value_groups = stock.num_key_value_groups
+        self.is_causal = stock.is_causal
         self._kv_heads = stock.k_proj.out_features // stock.head_dim
         self.qkv_proj = one_linear((stock.q_proj, stock.k_proj, stock.v_proj))
         self.o_proj = stock.o_proj
@@ -35,23 +37,23 @@ class FusedAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        spans: Any,
-        **_: Any,
+        cache: None = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states `[1, tokens, hidden]`, cosines and sines `[1, tokens, head_dim]`."""
         tokens = hidden_states.shape[1]
-        heads = self.qkv_proj(hidden_states).view(1, tokens, -1, self._head_dim).transpose(1, 2)
+        heads = self.qkv_proj(hidden_states).view(1, tokens, -1, self.head_dim).transpose(1, 2)
         rotated = rotate(heads[:, : -self._kv_heads], *position_embeddings)
-        attended, _weights = paged_attention(
+        attended, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
             self,
             rotated[:, : -self._kv_heads],
             rotated[:, -self._kv_heads :],
             heads[:, -self._kv_heads :],
             attention_mask,
-            spans=spans,
-            scaling=self._scaling,
+            scaling=self.scaling,
+            **options,
         )
-        return self.o_proj(attended.view(1, tokens, -1)), None
+        return self.o_proj(attended.reshape(1, tokens, -1)), None
 
 
 class FusedMLP(nn.Module):

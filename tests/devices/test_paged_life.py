@@ -181,7 +181,7 @@ def test_a_step_that_gives_no_logits_is_waited_for(make_rig: MakePaged) -> None:
     runner = rig.engine._turns._runner
     rest = runner._rest  # type: ignore[attr-defined]
     runner._rest = lambda: (rested.append(1), rest())  # type: ignore[attr-defined]
-    rig.answer(prompt(4, 100), max_tokens=2)
+    rig.answer(prompt(4, 200), max_tokens=2)  # alone, so twice as many in a step
     assert len(rested) == 3, "of four chunks the last one gives a token"
 
 
