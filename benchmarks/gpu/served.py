@@ -113,7 +113,7 @@ class Served:
                 "model": {"device": "cpu" if on_processor or ground.rehearses else "cuda"},
                 "cache": {
                     "page_tokens": page_tokens,
-                    "prefetch": {"fetch_deadline_seconds": _WAIT_SECONDS},
+                    "prefetch": {"policy": "wait", "fetch_deadline_seconds": _WAIT_SECONDS},
                 },
                 "tiers": {
                     "device": {"capacity": room(sizes.device)},
