@@ -13,6 +13,9 @@ from tiercache.types import MissReason
 _MOST_REFETCHES = 2
 """Failed loads after which a request computes for itself."""
 
+_MORE_PATIENCE = 0.25
+"""Of the wait so far: that long at least until an overdue load is looked at again."""
+
 
 class Fetching:
     """See the module. Engine thread only."""
@@ -83,7 +86,7 @@ class Fetching:
         assert lease is not None
         first = self._cache.in_place(lease, active.computed_tokens // self._cache.page_tokens)
         decision = self._cache.weigh_again(lease, first, is_overdue=is_overdue)
-        self._expect(active, decision)
+        self._expect(active, decision, is_overdue=is_overdue)
         if decision is None or not decision.front_pages:
             return
         chunk_pages = max(1, self._settings.prefill_chunk_tokens // self._cache.page_tokens)
@@ -93,10 +96,16 @@ class Fetching:
             self._go_on(active, first)
             active.front_stop_tokens = stop * self._cache.page_tokens
 
-    def _expect(self, active: Active, decision: Decision | None) -> None:
+    def _expect(self, active: Active, decision: Decision | None, *, is_overdue: bool) -> None:
+        """When to look at it again if nothing comes: ever less often."""
         patience = decision.patience_seconds if decision is not None else None
-        now = self._clock.now_seconds()
-        active.expected_by_seconds = None if patience is None else now + patience
+        if patience is None:
+            active.expected_by_seconds = None
+            return
+        now, since = self._clock.now_seconds(), active.waiting_since_seconds
+        if is_overdue and since is not None:
+            patience = max(patience, _MORE_PATIENCE * (now - since))
+        active.expected_by_seconds = now + patience
 
     def _is_past_deadline(self, active: Active) -> bool:
         since = active.waiting_since_seconds

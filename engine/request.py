@@ -133,7 +133,9 @@ class Active:
         computed = np.zeros(lease.matched_pages, np.bool_)
         for first, stop in self.fronts:
             computed[first:stop] = True
-        return computed_instead(lease.books, lease.page_tokens, lease.sources, computed)
+        decision = self.loading.decision
+        detail = decision.estimates if decision is not None else {}
+        return computed_instead(lease.books, lease.page_tokens, lease.sources, computed, detail)
 
     @property
     def is_decoding(self) -> bool:

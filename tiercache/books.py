@@ -59,12 +59,12 @@ def account_prompt(
 
 
 def computed_instead(
-    books: Books, page_tokens: int, sources: np.ndarray, computed: np.ndarray
+    books: Books, page_tokens: int, sources: np.ndarray, computed: np.ndarray, detail: Detail
 ) -> Books:
     """The books of a prompt some of whose stored pages were computed while the others loaded.
 
     `sources` is int8 `[pages]`, the tier that `books` has each page come from, and `computed` a
-    mask over them. They miss because computing was sooner.
+    mask over them. They miss because computing was sooner, as `detail` has it.
     """
     if not computed.any():
         return books
@@ -74,7 +74,7 @@ def computed_instead(
     }
     edges = np.flatnonzero(np.diff(computed, prepend=False, append=False)).reshape(-1, 2)
     spans = [
-        MissSpan(start * page_tokens, stop * page_tokens, MissReason.COST_GATE)
+        MissSpan(start * page_tokens, stop * page_tokens, MissReason.COST_GATE, detail)
         for start, stop in edges.tolist()
     ]
     spans = sorted([*spans, *books.miss_spans], key=lambda span: span.start)

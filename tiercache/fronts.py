@@ -64,7 +64,11 @@ def _being_computed(pages: PageIds, others: Sequence[Lease]) -> np.ndarray:
 
 def _take_back(cache: TierCache, lease: Lease, pages: PageIds, others: Sequence[Lease]) -> PageIds:
     """Withdraws the moves that were to bring some of `pages`, as far as nobody else waits for them
-    and no worker has begun them; what the lease awaits of theirs has no DEVICE slot now."""
+    or pays for them and no worker has begun them; what the lease awaits of theirs, and what has no
+    DEVICE slot now, is returned."""
+    books = cache.catalog.tenants
+    if books is not None:
+        pages = pages[books.pays_for(Tier.DEVICE, pages, lease.payer)]
     taken_back = [np.empty(0, np.int32)]
     for settled in cache.loads.withdraw(pages, others):
         upkeep.enter(cache, settled)

@@ -69,9 +69,12 @@ class Loads:
         missing, found = lease.awaited, []
         for move in self._moves.loads():
             mine = np.isin(missing, move.pages)
-            if mine.any() and move.arrivals is not None:
-                found.append(move.arrivals)
-                missing = missing[~mine]
+            if not mine.any():
+                continue
+            if move.arrivals is None:
+                return None
+            found.append(move.arrivals)
+            missing = missing[~mine]
         return None if missing.size else found
 
     def give_up(self, lease: Lease, others: Iterable[Lease]) -> list[Settled]:

@@ -7,7 +7,6 @@ the page's own (another copy was adopted meanwhile) only gives its slot back.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -138,12 +137,13 @@ class MoveBook:
 
     def loading_pages(self, beside: PageIds) -> dict[Tier, int]:
         """Pages that open moves bring up, by the tier they come from, all but those of `beside`."""
-        pages: Counter[Tier] = Counter()
-        for move in self.moves():
-            if move.target < move.source:
-                others = np.isin(move.pages, beside, invert=True)
-                pages[move.source] += int(np.count_nonzero(others))
-        return dict(pages)
+        moves = [move for move in self.moves() if move.target < move.source]
+        if not moves:
+            return {}
+        sources = np.repeat([int(move.source) for move in moves], [m.pages.size for m in moves])
+        others = np.isin(np.concatenate([move.pages for move in moves]), beside, invert=True)
+        counts = np.bincount(sources[others])
+        return {Tier(value): int(count) for value, count in enumerate(counts.tolist()) if count}
 
     def _settle_erase(self, completion: Completion, erase: Erase) -> None:
         if completion.error:

@@ -76,7 +76,7 @@ def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
     books = reckon(cache, namespace, tokens, path, sources, stored_pages, follow, because, detail)
     front = np.zeros(path.size, np.bool_)
     front[choice.front_stop - choice.front_pages : choice.front_stop] = True
-    return computed_instead(books, cache.page_tokens, sources, front)
+    return computed_instead(books, cache.page_tokens, sources, front, choice.estimates)
 
 
 def slowest_usable(cache: TierCache) -> Tier:

@@ -109,14 +109,18 @@ class Request:
         used = decision.pages
         for batch in cut(np.arange(used), decision.move_sizes(MOST_PAGES), from_end=True):
             medium.submit(batch.tolist())
+        waits_since: float | None = None
         while (first := self._in_place(used)) < used:
             decision = gate.meet(self._sources(used), first, PROMPT_TOKENS, medium.now_seconds)
             if decision.front_pages:
                 stop = self._take_up(first, min(decision.front_stop, first + CHUNK_PAGES))
                 self._pass_until(medium.now_seconds + compute_seconds(gate, first, stop))
                 self._there.update(range(first, stop))
+                waits_since = None
                 continue
-            until = medium.now_seconds + (decision.patience_seconds or 0.0)
+            waits_since = medium.now_seconds if waits_since is None else waits_since
+            waited = medium.now_seconds - waits_since
+            until = medium.now_seconds + max(decision.patience_seconds or 0.0, waited / 4)
             if medium.next_end_seconds() <= until:
                 self._pass_until(medium.next_end_seconds())
             else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from engine.api import Finished, FinishReason
 from engine.request import Active
+from engine.scheduler import Work
 from tests.engine.conftest import Answer, MakeRig, Rig, prompt
 from tiercache import reckoning
 from tiercache.gate import Choice
@@ -107,6 +108,24 @@ def test_what_a_prompt_would_find_is_told_with_the_same_front(make_rig: MakeRig)
     books = reckoning.forecast(meeting.cache, namespace, PROMPT)
     assert 0 < books.miss_tokens[MissReason.COST_GATE] < STORED_TOKENS
     assert sum(books.hit_tokens.values()) + sum(books.miss_tokens.values()) == PROMPT.size
+
+
+def test_whoever_computes_only_a_front_is_not_one_beside_whom_reads_are_slowed_down(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = Meeting(make_rig)
+    turns = meeting.rig.engine._turns
+    seen: list[tuple[bool, bool]] = []
+    step = turns._steps.step
+
+    def watched(work: Sequence[Work]) -> None:
+        is_front = work[0].active.front_stop_tokens is not None
+        seen.append((is_front, turns.is_computing))
+        step(work)
+
+    monkeypatch.setattr(turns._steps, "step", watched)
+    meeting.finish(meeting.ask())
+    assert set(seen) == {(True, False), (False, True)}
 
 
 def test_a_tail_that_cannot_be_read_is_computed_too(
