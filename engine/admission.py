@@ -46,10 +46,28 @@ class Admission:
         by, unless that has lasted so long that the next room is to be his.
         """
         held_back: list[Active] = []
-        for active in self._in_order():
+        queue = [active for active in self._roster.waiting if not self._goes_on_following(active)]
+        while queue:
+            head = fair_head(queue, _LOOK_AHEAD_REQUESTS)
+            if not self._admit_from(head, held_back):
+                break
+            looked_at = set(map(id, head))
+            queue = [active for active in queue if id(active) not in looked_at]
+        for active in self._roster.waiting:
+            self._announce(active)
+        for active in filter(lambda one: one.may_load, held_back):
+            self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
+
+    def _admit_from(self, head: list[Active], held_back: list[Active]) -> bool:
+        """Starts who can start of these; True when those behind them are to be looked at, too,
+        because some of these follow, and nobody lacks room."""
+        some_follow = False
+        for active in self._in_order(head):
             if len(self._roster.admitted) >= self._settings.max_running_requests:
                 held_back.append(active)
-            elif self._follows(active) or self._waits_for_pages(active):
+            elif self._follows(active):
+                some_follow = True
+            elif self._waits_for_pages(active):
                 continue
             elif not self._start(active):
                 if active.is_kept_out and self._has_waited_long(active):
@@ -60,10 +78,7 @@ class Admission:
                 held_back.append(active)
                 if self._has_waited_long(active) or len(held_back) >= _MOST_PASSED_BY:
                     break
-        for active in self._roster.waiting:
-            self._announce(active)
-        for active in filter(lambda one: one.may_load, held_back):
-            self._prefetcher.begin(active.request.request_id, active.namespace, active.tokens)
+        return some_follow and not held_back
 
     def _announce(self, active: Active) -> None:
         """Protects what a request that waits will need, until it starts or leaves."""
@@ -76,9 +91,8 @@ class Admission:
             at_head=active.was_admitted,
         )
 
-    def _in_order(self) -> list[Active]:
+    def _in_order(self, head: list[Active]) -> list[Active]:
         """The head of the queue in the order of admission; tenants take turns."""
-        head = fair_head(self._roster.waiting, _LOOK_AHEAD_REQUESTS)
         if len(head) < 2:
             return head
         resident = [self._cache.stored_tokens(one.namespace, one.tokens) for one in head]
@@ -115,6 +129,14 @@ class Admission:
 
     def _has_waited_long(self, active: Active) -> bool:
         return self._clock.now_seconds() - active.submitted_seconds > MOST_FORWARD_SECONDS
+
+    def _goes_on_following(self, active: Active) -> bool:
+        """Whether it follows, and nothing has come to an end that would have it looked at."""
+        return (
+            active.follow is not None
+            and self._cache.is_worth_waiting(active.follow)
+            and not self._fetching.is_out_of_patience(active)
+        )
 
     def _follows(self, active: Active) -> bool:
         """Whether another request is computing what this one needs, within its patience."""

@@ -302,3 +302,16 @@ def test_an_engine_whose_requests_all_wait_does_not_spin(
     while rig.turn():
         pass
     assert turns.idle_seconds(2.0) > 0
+
+
+def test_a_crowd_that_waits_for_one_leader_hides_nobody_behind_it(make_rig: MakeRig) -> None:
+    rig = make_rig(start=False, engine={"max_running_requests": 4}, chunk=16)
+    crowd = [rig.ask(prompt(1, 200)) for _ in range(100)]
+    others = [rig.ask(prompt(seed, 40)) for seed in (2, 3)]
+    rig.turn()
+    admitted = [one.request.request_id for one in rig.engine._turns._roster.admitted]
+    assert admitted == [one.request.request_id for one in (crowd[0], *others)]
+    while rig.turn():
+        pass
+    assert len({one.wait(0).token_ids for one in crowd}) == 1
+    assert all(one.wait(0).token_ids for one in others)
