@@ -150,7 +150,8 @@ def watched(split: Split, store: DiskStore, carrier: Carrier) -> Iterator[None]:
     checksum_of = disk_maps.checksum_of
     codec = store._forms.codec
     disk_maps.checksum_of = split.timed("verify", checksum_of)  # type: ignore[assignment]
-    store._maps.copy_payload = split.timed("read", store._maps.copy_payload)  # type: ignore[method-assign]
+    copy = disk_maps.Payloads.copy
+    disk_maps.Payloads.copy = split.timed("read", copy)  # type: ignore[method-assign]
     carrier._copy = split.timed("copy", carrier._copy)  # type: ignore[method-assign]
     if codec.number != disk_forms.RAW:
         codec.decode = split.timed("decode", codec.decode)  # type: ignore[method-assign]
@@ -158,6 +159,7 @@ def watched(split: Split, store: DiskStore, carrier: Carrier) -> Iterator[None]:
         yield
     finally:
         disk_maps.checksum_of = checksum_of  # type: ignore[assignment]
+        disk_maps.Payloads.copy = copy  # type: ignore[method-assign]
         split.seconds["read"] -= split.seconds["verify"]
 
 

@@ -65,6 +65,7 @@ def ttft_seconds(
         "recompute": [one.ttft_seconds for one in computed],
         "ttft": [one.ttft_seconds for one in loaded],
         "hit_tokens": [sum(one.cached_tokens_by_tier.values()) for one in loaded],
+        "loads": [one.load for one in loaded],
     }
 
 
@@ -84,6 +85,7 @@ def compare(prefix: list[int], speed: str, repeats: int, folder: Path) -> dict[s
         "always_recompute_seconds": recompute,
         "adaptive_seconds": adaptive["ttft"],
         "adaptive_hit_tokens": adaptive["hit_tokens"],
+        "adaptive_loads": adaptive["loads"],
         "first_over_better": adaptive["ttft"][0] / better,
         "median_of_later_over_better": statistics.median(adaptive["ttft"][1:]) / better,
     }
@@ -103,7 +105,8 @@ def main() -> None:
             rows[speed] = compare(prefix, speed, options.repeats, Path(name))
         console.print(speed, json.dumps(rows[speed]))
     table = Table(title=f"{options.prefix_tokens} tokens on DISK: time to first token, seconds")
-    for column in ("DISK", "all loaded", "all computed", "adaptive", "first / better", "later"):
+    columns = ("DISK", "all loaded", "all computed", "adaptive", "did", "first / better", "later")
+    for column in columns:
         table.add_column(column, justify="right")
     for speed, row in rows.items():
         table.add_row(
@@ -111,6 +114,7 @@ def main() -> None:
             f"{row['always_load_seconds']:.2f}",
             f"{row['always_recompute_seconds']:.2f}",
             " ".join(f"{seconds:.2f}" for seconds in row["adaptive_seconds"]),
+            " ".join(load["choice"] for load in row["adaptive_loads"] if load),
             f"{row['first_over_better']:.2f}",
             f"{row['median_of_later_over_better']:.2f}",
         )

@@ -121,6 +121,8 @@ class Measured:
     cached_tokens_by_tier: dict[str, int]
     prompt_tokens: int
     text: str = ""
+    load: dict[str, Any] | None = None
+    """What was decided on its stored prefix, where that was weighed."""
 
 
 def ask(
@@ -147,6 +149,7 @@ def ask(
     started = time.perf_counter()
     first = 0.0
     usage: dict[str, Any] = {}
+    load = None
     text = ""
     with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -162,6 +165,7 @@ def ask(
                 first = time.perf_counter() - started
             text += "".join(one.get("text", "") for one in event.get("choices", ()))
             usage = event.get("usage") or usage
+            load = (event.get("cache") or {}).get("load") or load
     return Measured(
         ttft_seconds=first,
         total_seconds=time.perf_counter() - started,
@@ -169,6 +173,7 @@ def ask(
         cached_tokens_by_tier=usage["prompt_tokens_details"]["cached_tokens_by_tier"],
         prompt_tokens=int(usage["prompt_tokens"]),
         text=text,
+        load=load,
     )
 
 

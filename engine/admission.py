@@ -5,13 +5,13 @@ from __future__ import annotations
 from engine.api import FinishReason
 from engine.fetching import Fetching
 from engine.prefill_speed import PrefillSpeed
-from engine.request import Active, State
+from engine.request import Active
 from engine.roster import Roster
 from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, fair_head, take_turns
 from engine.workplace import Workplace
 from tiercache.lease import Lease, Room
 from tiercache.tenants import NOBODY
-from tiercache.types import MissReason
+from tiercache.types import MissReason, PrefetchPolicy
 
 _LOOK_AHEAD_REQUESTS = 32
 """Queued requests that are looked at in a turn, oldest first."""
@@ -101,6 +101,8 @@ class Admission:
 
     def _waits_for_pages(self, active: Active) -> bool:
         """Whether pages are being read for this queued request, within its patience."""
+        if self._cache.settings.prefetch is PrefetchPolicy.BEST_EFFORT:
+            return False
         if self._fetching.is_out_of_patience(active):
             active.may_wait_for_reads = False
         waits = active.may_wait_for_reads and self._prefetcher.is_under_way(
@@ -183,9 +185,9 @@ class Admission:
         lease.books = active.first_books or lease.books
         lease.request_id = active.request.request_id
         active.lease, active.working_copy = lease, working_copy
-        active.follow, active.waiting_since_seconds = None, now
+        active.follow = None
         active.loading.decided(lease.decision, now)
-        active.state = State.FETCHING
+        self._fetching.begun(active)
         self._roster.admitted.append(active)
         self._counters.most_running_requests = max(
             self._counters.most_running_requests, len(self._roster.admitted)

@@ -70,8 +70,10 @@ LOAD_SECONDS_KINDS = ("expected", "actual")
 class LoadReport:
     """Load or recompute, as decided for one request whose stored prefix was not all on DEVICE.
 
-    `chosen_tokens` of the `stored_tokens` were to be loaded. Expected seconds are 0 where nothing
-    had been measured yet. `load_seconds` passed until computing could begin, `compute_seconds`
+    `chosen_tokens` of the `stored_tokens` were to be used, and `front_tokens` of them were computed
+    while the others loaded; `expected_load_seconds` are then those until the two met. Expected
+    seconds are 0 where nothing had been measured yet. `load_seconds` passed until the prefix was in
+    place, `compute_seconds`
     from then to the first token. With more than one of `decisions` the last is reported.
     """
 
@@ -79,6 +81,7 @@ class LoadReport:
     decisions: int
     stored_tokens: int
     chosen_tokens: int
+    front_tokens: int
     expected_load_seconds: float
     expected_compute_seconds: float
     expected_if_all_loaded_seconds: float

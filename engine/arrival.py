@@ -23,8 +23,8 @@ from tiercache.types import Slots
 class PrefixArrival:
     """One request's prefix, for one forward pass. Engine thread only.
 
-    `slots` are the DEVICE slots of the prefix's pages in `pool`, and `loads` are what still fills
-    some of them. `deadline_seconds` is a moment of `time.monotonic`.
+    `slots` are the DEVICE slots in `pool` of the prefix's pages from `first_page` on, and `loads`
+    are what still fills some of them. `deadline_seconds` is a moment of `time.monotonic`.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class PrefixArrival:
         working_copy: WorkingCopy,
         pool: torch.Tensor,
         slots: Slots,
+        first_page: int,
         groups: LayerGroups,
         loads: Sequence[LayerArrivals],
         deadline_seconds: float,
@@ -39,6 +40,7 @@ class PrefixArrival:
         self._working_copy = working_copy
         self._pool = pool
         self._slots = slots
+        self._first_page = first_page
         self._groups = groups
         self._loads = loads
         self._deadline_seconds = deadline_seconds
@@ -56,7 +58,7 @@ class PrefixArrival:
         ):
             self._wait(self._next_group)
             layers = self._groups.layers(self._next_group)
-            self._working_copy.load_pages(self._pool, self._slots, 0, layers)
+            self._working_copy.load_pages(self._pool, self._slots, self._first_page, layers)
             self._next_group += 1
 
     def _wait(self, group: int) -> None:
@@ -88,19 +90,23 @@ class Prefixes:
 
     def arrival(self, active: Active) -> PrefixArrival | None:
         """What brings the request's prefix in during its next pass; None where it is in place."""
-        if not active.prefix_pending:
+        incoming = active.incoming
+        if incoming is None:
             return None
         lease, working_copy = active.lease, active.working_copy
         assert lease is not None
         assert working_copy is not None
         began_seconds = active.waiting_since_seconds
         assert began_seconds is not None
-        loads = self._cache.loads.layered(lease)
+        loads: list[LayerArrivals] | None = []
+        if incoming.stop == lease.matched_pages:
+            loads = self._cache.loads.layered(lease)
         assert loads is not None, "I3: what is neither there nor coming by layers is not read"
         return PrefixArrival(
             working_copy,
             self._pool,
-            self._cache.slots(lease, 0, lease.matched_pages),
+            self._cache.slots(lease, incoming.start, incoming.stop),
+            incoming.start,
             self._cache.loads.groups,
             loads,
             began_seconds + self._fetch_deadline_seconds,

@@ -10,15 +10,17 @@ blocks of 512 keys, and its results depend on how long the last block is and on 
 fewer than four query rows. So both are made canonical here:
 
 - keys are read in whole blocks: up to the next multiple of `KEY_BLOCK_TOKENS`, the surplus masked;
-- query heads that share a KV head are folded into rows, and rows padded to a multiple of
-  `ROW_MULTIPLE`. Folding also means K and V are read once for a whole group.
-
-The kernel hands tiles of rows to threads, and 64 tokens of a model with 3 KV heads are 9 tiles: one
-of two threads gets 5. So rows come in as many equal parts as there are threads, as a batch.
+- query rows come in multiples of `ROW_MULTIPLE`, the surplus thrown away.
 
 With bfloat16 computed by the processor itself this makes rows bit-equal whatever the chunks; and
 bit-equal to stock `sdpa` where that reads whole blocks too (prompts of a multiple of 512 tokens).
-Cost: at most 511 masked keys, and 3 idle rows per span and part.
+Cost: at most 511 masked keys, and 3 idle rows per span.
+
+Several tokens are attended last one first. Then each row sees one key less than the row before it,
+and the mask of all rows is one line of numbers, read from one place further on in each row: a few
+kilobytes that stay in the processor's cache, where a full mask is megabytes, read in every layer. A
+single token has its query heads as rows instead, so that those that share a KV head read K and V
+once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Span:
     """Position of that token in the request: the number of tokens before it."""
     tokens: int
     mask: torch.Tensor
-    """From `causal_mask`."""
+    """From `reversed_causal_mask`, for as many tokens."""
     wait_layer: Callable[[int], None] | None
 
 
@@ -60,23 +62,19 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def causal_mask(tokens: int, position: int, groups: int, parts: int) -> torch.Tensor:
-    """What to add to the scores of `tokens` queries that begin at `position`: 0, or -inf if later.
+def reversed_causal_mask(tokens: int, position: int) -> torch.Tensor:
+    """What to add to the scores of `tokens` queries from `position` on, the last token's row first.
 
-    Shape `[parts, 1, rows of a part, keys]`: rows are (query head of the group, token), padded;
-    keys are whole blocks. A single token has one part of one row, which serves every head. Shared
-    by all layers of a step. float32 for any K and V: the kernel adds to float32 scores, and
-    converting a mask costs it more than reading a wider one (measured: 118 ms against 72 at 8,000
-    keys).
+    0, or -inf for keys later than the row's token. float32 `[1, 1, rows, keys]`: rows padded at the
+    front, keys in whole blocks; a single token has one row. A view into one line, so read-only, and
+    shared by all layers of a step. float32 for any K and V: the kernel adds to float32 scores, and
+    converting a mask costs it more than reading a wider one.
     """
+    rows = 1 if tokens == 1 else round_up(tokens, ROW_MULTIPLE)
     keys = round_up(position + tokens, KEY_BLOCK_TOKENS)
-    later = torch.full((tokens, keys - position), -torch.inf).triu_(1)
-    if tokens == 1:
-        return F.pad(later, (position, 0))[None, None]
-    rows = groups * tokens
-    mask = torch.zeros(round_up(rows, parts * ROW_MULTIPLE), keys)
-    mask[:rows].view(groups, tokens, keys)[:, :, position:] = later
-    return mask.view(parts, 1, -1, keys)
+    line = torch.zeros(keys + rows - 1)
+    line[position + rows :] = -torch.inf
+    return line.as_strided((1, 1, rows, keys), (0, 0, 1, 1))
 
 
 def paged_attention(
@@ -124,23 +122,47 @@ def _attend(
     keys[written] = key.transpose(0, 1)
     values[written] = value.transpose(0, 1)
 
-    heads, kv_heads = query.shape[1], keys.shape[1]
-    rows = heads // kv_heads * span.tokens
-    parts, keys_read = span.mask.shape[0], span.mask.shape[-1]
-    folded = query.reshape(kv_heads, rows, -1)
-    folded = F.pad(folded, (0, 0, 0, round_up(rows, parts * ROW_MULTIPLE) - rows))
-
     if span.wait_layer is not None:
         span.wait_layer(layer)  # the one place: nobody reads a prefix before it has arrived
+    fold, unfold = (_heads, _from_heads) if span.tokens == 1 else (_tokens, _from_tokens)
+    rows = fold(query[0], keys.shape[1])
+    keys_read = span.mask.shape[-1]
     attended = F.scaled_dot_product_attention(
-        folded.reshape(kv_heads, parts, -1, folded.shape[-1]).transpose(0, 1),
-        keys[:keys_read].transpose(0, 1).expand(parts, -1, -1, -1),
-        values[:keys_read].transpose(0, 1).expand(parts, -1, -1, -1),
+        rows,
+        keys[:keys_read].transpose(0, 1).expand(len(rows), -1, -1, -1),
+        values[:keys_read].transpose(0, 1).expand(len(rows), -1, -1, -1),
         attn_mask=span.mask,
         scale=scaling,
     )
-    by_head = attended.transpose(0, 1).flatten(1, 2)[:, :rows].reshape(heads, span.tokens, -1)
-    output.copy_(by_head.transpose(0, 1))
+    output.copy_(unfold(attended, span.tokens, query.shape[1]))
+
+
+def _heads(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`[heads, 1, head_dim]` to `[1, kv_heads, rows, head_dim]`: a row a head of the group."""
+    folded = query.reshape(1, kv_heads, -1, query.shape[-1])
+    surplus = -folded.shape[2] % ROW_MULTIPLE
+    return F.pad(folded, (0, 0, 0, surplus))
+
+
+def _from_heads(attended: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
+    assert tokens == 1
+    group = heads // attended.shape[1]
+    return attended[0, :, :group].reshape(1, heads, -1)
+
+
+def _tokens(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`[heads, tokens, head_dim]` to `[group, kv_heads, rows, head_dim]`: the last token first."""
+    heads, tokens, head_dim = query.shape
+    surplus = -tokens % ROW_MULTIPLE
+    rows = query.new_zeros(heads // kv_heads, kv_heads, surplus + tokens, head_dim)
+    by_group = query.view(kv_heads, -1, tokens, head_dim).transpose(0, 1)
+    rows[:, :, surplus:] = by_group.flip(2)
+    return rows
+
+
+def _from_tokens(attended: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
+    by_head = attended[:, :, -tokens:].flip(2).transpose(0, 1)
+    return by_head.reshape(heads, tokens, -1).transpose(0, 1)
 
 
 # No mask function is registered under this name, and that is what makes transformers build none.

@@ -35,7 +35,7 @@ from tiercache.tiers.disk_pace import Pace
 from tiercache.tiers.memory import HostPool, Populator
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Transfers
-from tiercache.types import PageLayout, Tier
+from tiercache.types import PageLayout, PrefetchPolicy, Tier
 
 log = logging.getLogger("tiercache")
 
@@ -43,6 +43,8 @@ _OTHER_LANES = 3
 """Calls of the store that run beside its readers: one that writes, probes, scrubs."""
 _LEAST_DEVICE_PAGES = 2
 """One page to compute and one to generate into."""
+_MOST_POPULATE_SECONDS = 2.0
+"""A start waits so long, at most, for the memory that the first request will touch."""
 _LEAST_STALL_SECONDS = 1.0
 """A healthy disk that is busy may take this long for a batch."""
 _AUTO_READ_RATE = 100 << 20
@@ -58,18 +60,24 @@ _AUTO_WORKING_COPY_SHARE = 4
 
 
 def build_engine(
-    config: Config, *, progress: Progress | None = None, model_cache_dir: Path | None = None
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    model_cache_dir: Path | None = None,
+    model: LoadedModel | None = None,
+    parts: Parts | None = None,
 ) -> Engine:
     """An engine for `config`, not started yet. Raises ConfigError for what cannot work.
 
     `progress` shows the weights loading. `model_cache_dir` is where converted models are kept.
+    `model` and `parts` take the place of what `config.model` names.
     """
     for name in _KERNEL_CACHES:  # read when the first kernel is compiled
         os.environ.setdefault(name, str(_MOST_KERNELS))
     if config.engine.threads != "auto":
         torch.set_num_threads(config.engine.threads)
-    parts = choose_parts(config)
-    model = load_model(
+    parts = parts or choose_parts(config)
+    model = model or load_model(
         config.model.source,
         **parts.model_options(config),
         cache_dir=model_cache_dir,
@@ -105,7 +113,10 @@ def _join(
     limits = _tier_limits(config, layout, store)
     device_pool, pools = parts.pools(limits[Tier.DEVICE].capacity_pages, layout, host)
     first_context = working_copies.memory_of(model.max_context_tokens) if working_copies else []
-    populator = Populator([*first_context, *(pools[tier].rows for tier in sorted(pools))])
+    populator = Populator(
+        [*first_context, *(pools[tier].rows for tier in sorted(pools))],
+        first_bytes=model.max_context_tokens * layout.token_bytes,
+    )
     wake = threading.Event()
     transfers = parts.transfers(pools, store, config.tiers.disk.reader_threads, wake.set)
     clock = SystemClock()
@@ -113,10 +124,12 @@ def _join(
         CacheSettings(
             layout,
             limits,
+            load_bytes=parts.load_bytes,
+            computes_in_pages=not parts.needs_working_copies,
             enabled=config.cache.enabled,
             write_policy=config.cache.write_policy,
             ghost_pages=config.cache.ghost_pages,
-            loads_adaptively=config.cache.prefetch.policy == "adaptive",
+            prefetch=PrefetchPolicy(config.cache.prefetch.policy),
             quotas=_quotas(config, layout, limits),
             explains=config.explain.enabled,
         ),
@@ -151,6 +164,7 @@ def _join(
     explainer = _explainer(config, cache, model)
 
     turns.warm_up()
+    populator.wait_for_first(_MOST_POPULATE_SECONDS)
 
     def close() -> None:
         populator.stop()

@@ -98,7 +98,11 @@ class Explainer:
     def _around(self, lease: Lease) -> tuple[int, ...]:
         if not self.settings.show_text:
             return ()
-        end = sum(lease.books.hit_tokens.values())
+        end = lease.books.prompt_tokens
+        for span in reversed(lease.books.miss_spans):
+            if span.stop != end:
+                break  # a front that was computed lies before what was found
+            end = span.start
         around = lease.tokens.view(max(0, end - _AROUND_TOKENS), end + _AROUND_TOKENS)
         return tuple(around.tolist())
 

@@ -6,11 +6,15 @@ from engine.arrival import Prefixes
 from engine.request import Active, State
 from engine.roster import Roster
 from engine.workplace import Workplace
+from tiercache.gate import Decision
 from tiercache.lease import Fetch
 from tiercache.types import MissReason
 
 _MOST_REFETCHES = 2
 """Failed loads after which a request computes for itself."""
+
+_MORE_PATIENCE = 0.25
+"""Of the wait so far: that long at least until an overdue load is looked at again."""
 
 
 class Fetching:
@@ -26,7 +30,7 @@ class Fetching:
     def take_arrivals(self) -> None:
         """Looks at every request whose prefix is not in place yet."""
         for active in list(self._roster.admitted):
-            if active.state is State.FETCHING or active.prefix_pending:
+            if not active.is_computing:
                 self.arrive(active)
 
     def arrive(self, active: Active) -> None:
@@ -34,6 +38,7 @@ class Fetching:
         cannot come."""
         lease = active.lease
         assert lease is not None
+        awaited_pages = lease.awaited.size
         fetch = self._cache.fetch_state(lease)
         if fetch is Fetch.FAILED:
             self.lost_prefix(active)
@@ -42,24 +47,70 @@ class Fetching:
         elif fetch is Fetch.READY or self._prefixes.comes_by_layers(
             lease, holds_up_others=len(self._roster.admitted) > 1
         ):
-            active.computed_tokens = lease.matched_pages * self._cache.page_tokens
-            active.prefix_pending = lease.matched_pages > 0
+            self._go_on(active, lease.matched_pages)
             active.loading.ready(self._clock.now_seconds())
-            active.state = State.RUNNING
-            if not active.prefix_pending:
-                active.waiting_since_seconds = None
-        elif self.is_out_of_patience(active):
-            self._load_is_late(active)
-
-    def _load_is_late(self, active: Active) -> None:
-        """What takes longer than expected is weighed again, once, by what has been measured since;
-        otherwise the request goes on with what has arrived."""
-        was_expected = self.patience(active) < self._settings.fetch_deadline_seconds
-        if was_expected and not active.reconsidered:
-            active.reconsidered = True
-            self._roster.put_back(active)
-        else:
+        elif self._is_past_deadline(active):
             self.lost_prefix(active, is_late=True)
+        elif lease.decision is None:
+            return
+        elif lease.awaited.size < awaited_pages or active.expected_by_seconds is None:
+            self._weigh_again(active)
+        elif self.is_out_of_patience(active):
+            self._weigh_again(active, is_overdue=True)
+
+    def begun(self, active: Active) -> None:
+        """It has pages to wait for, perhaps; the next look at it weighs what to do meanwhile."""
+        active.state = State.FETCHING
+        active.waiting_since_seconds = self._clock.now_seconds()
+        active.expected_by_seconds = None
+
+    def front_done(self, active: Active) -> None:
+        """It has computed as much of its prefix as was planned, while the rest is on its way."""
+        active.front_stop_tokens = None
+        self.begun(active)
+
+    def _go_on(self, active: Active, stop_page: int) -> None:
+        """FETCHING → RUNNING: the next forward pass brings the pages before `stop_page` in."""
+        page_tokens = self._cache.page_tokens
+        first_page = active.computed_tokens // page_tokens
+        active.computed_tokens = stop_page * page_tokens
+        active.incoming = range(first_page, stop_page) if stop_page > first_page else None
+        active.state = State.RUNNING
+        if active.incoming is None:
+            active.waiting_since_seconds = None
+
+    def _weigh_again(self, active: Active, *, is_overdue: bool = False) -> None:
+        """With every arrival, and when none comes, the rest is weighed again by what is known then:
+        it is waited for, or its front is computed meanwhile."""
+        lease = active.lease
+        assert lease is not None
+        first = self._cache.in_place(lease, active.computed_tokens // self._cache.page_tokens)
+        decision = self._cache.weigh_again(lease, first, is_overdue=is_overdue)
+        self._expect(active, decision, is_overdue=is_overdue)
+        if decision is None or not decision.front_pages:
+            return
+        chunk_pages = max(1, self._settings.prefill_chunk_tokens // self._cache.page_tokens)
+        stop = self._cache.take_up(lease, first, min(decision.front_stop, first + chunk_pages))
+        if stop > first:
+            active.loading.met(decision)
+            self._go_on(active, first)
+            active.front_stop_tokens = stop * self._cache.page_tokens
+
+    def _expect(self, active: Active, decision: Decision | None, *, is_overdue: bool) -> None:
+        """When to look at it again if nothing comes: ever less often."""
+        patience = decision.patience_seconds if decision is not None else None
+        if patience is None:
+            active.expected_by_seconds = None
+            return
+        now, since = self._clock.now_seconds(), active.waiting_since_seconds
+        if is_overdue and since is not None:
+            patience = max(patience, _MORE_PATIENCE * (now - since))
+        active.expected_by_seconds = now + patience
+
+    def _is_past_deadline(self, active: Active) -> bool:
+        since = active.waiting_since_seconds
+        assert since is not None
+        return self._clock.now_seconds() - since > self._settings.fetch_deadline_seconds
 
     def lost_prefix(self, active: Active, *, is_late: bool = False) -> None:
         """Pages will not come, or not in time: back to the queue, and twice at most."""
@@ -74,10 +125,9 @@ class Fetching:
     def patience(self, active: Active) -> float:
         """Seconds that it may wait, from `waiting_since_seconds` on, in the state it is in."""
         if active.state is State.FETCHING:
-            decision = active.lease.decision if active.lease else None
-            expected = decision.patience_seconds if decision else None
             deadline = self._settings.fetch_deadline_seconds
-            return deadline if expected is None else min(expected, deadline)
+            since, by = active.waiting_since_seconds, active.expected_by_seconds
+            return deadline if since is None or by is None else min(by - since, deadline)
         return self._settings.join_deadline_seconds
 
     def is_out_of_patience(self, active: Active) -> bool:

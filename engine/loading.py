@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.api import LoadReport
-from tiercache.gate import Decision
+from tiercache.gate import Choice, Decision
 from tiercache.metrics import Histogram
 
 log = logging.getLogger("tiercache.engine")
@@ -31,20 +31,29 @@ class LoadWatch:
         if self.began_seconds is None:
             self.began_seconds = now_seconds
 
+    def met(self, decision: Decision) -> None:
+        """It computes the front of its prefix meanwhile: what was expected of that first counts."""
+        if self.decision is None or not self.decision.front_pages:
+            self.decision = decision
+
     def ready(self, now_seconds: float) -> None:
         """A forward pass can begin."""
         self.ready_seconds = now_seconds
 
-    def report(self, page_tokens: int, now_seconds: float) -> LoadReport | None:
-        """At the first token, of which `now_seconds` is the moment."""
+    def report(
+        self, page_tokens: int, now_seconds: float, front_pages: int = 0
+    ) -> LoadReport | None:
+        """At the first token, of which `now_seconds` is the moment. `front_pages` were computed
+        while others loaded."""
         decision = self.decision
         if decision is None or self.began_seconds is None or self.ready_seconds is None:
             return None
         return LoadReport(
-            choice=decision.choice,
+            choice=Choice.MEET if front_pages else decision.choice,
             decisions=self.decisions,
             stored_tokens=decision.stored_pages * page_tokens,
             chosen_tokens=decision.pages * page_tokens,
+            front_tokens=front_pages * page_tokens,
             expected_load_seconds=decision.load_seconds,
             expected_compute_seconds=decision.compute_seconds,
             expected_if_all_loaded_seconds=decision.load_all_seconds,
@@ -78,12 +87,14 @@ class LoadCounters:
 
 def log_report(request_id: str, report: LoadReport) -> None:
     log.info(
-        "%s: %s, %d of %d stored tokens; expected %.3f s to load and %.3f to compute "
+        "%s: %s, %d of %d stored tokens, %d of them computed meanwhile; "
+        "expected %.3f s to load and %.3f to compute "
         "(%.3f if all were loaded, %.3f if all were computed); took %.3f and %.3f",
         request_id,
         report.choice.value,
         report.chosen_tokens,
         report.stored_tokens,
+        report.front_tokens,
         report.expected_load_seconds,
         report.expected_compute_seconds,
         report.expected_if_all_loaded_seconds,

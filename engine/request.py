@@ -13,6 +13,7 @@ from engine.loading import LoadWatch
 from engine.sampling import new_generator
 from engine.text import Detokenizer, StopMatcher
 from engine.working_copy import WorkingCopy
+from tiercache.books import computed_instead
 from tiercache.lease import Books, Follow, Lease
 from tiercache.types import MissReason, Tier, Tokens
 
@@ -47,15 +48,19 @@ class Active:
     lease: Lease | None = None
     working_copy: WorkingCopy | None = None
     computed_tokens: int = 0
-    """Tokens whose K and V are in the working copy, but for the prefix while that is pending."""
-    prefix_pending: bool = False
-    """RUNNING, and its first forward pass will bring the prefix in, see `arrival`."""
+    """Tokens whose K and V are in the working copy, but for what is incoming."""
+    incoming: range | None = None
+    """RUNNING, and its next forward pass will bring these pages of the prefix in, see `arrival`."""
+    front_stop_tokens: int | None = None
+    """RUNNING, and computing the front of a prefix that is loading, up to here; see `fronts`."""
+    earlier_fronts: list[tuple[int, int]] = field(default_factory=list)
+    """Stretches of stored pages that it computed under earlier leases."""
     follow: Follow | None = None
     waiting_since_seconds: float | None = None
     """Start of the current wait for a leader or for pages."""
+    expected_by_seconds: float | None = None
+    """Until when something it waits for should have come; None where nothing is known."""
     refetches: int = 0
-    reconsidered: bool = False
-    """Its load took longer than expected once, and it decided anew."""
     loading: LoadWatch = field(default_factory=LoadWatch)
     load_report: LoadReport | None = None
     give_up: MissReason | None = None
@@ -104,7 +109,33 @@ class Active:
     @property
     def is_computing(self) -> bool:
         """Whether its prefix is in place and all that it lacks is computing."""
-        return self.state is State.RUNNING and not self.prefix_pending
+        is_running = self.state is State.RUNNING
+        return is_running and self.incoming is None and self.front_stop_tokens is None
+
+    @property
+    def compute_until_tokens(self) -> int:
+        """Up to here its forward passes compute before it is looked at again."""
+        return self.token_count if self.front_stop_tokens is None else self.front_stop_tokens
+
+    @property
+    def fronts(self) -> list[tuple[int, int]]:
+        """Stretches `[first, stop)` of stored pages that it computed."""
+        computed = self.lease.computed_front if self.lease else []
+        return [*self.earlier_fronts, *computed]
+
+    @property
+    def books(self) -> Books:
+        """What its prompt found: as its lease has it, but for what was computed all the same."""
+        lease = self.lease
+        assert lease is not None
+        if self.first_books is not None:
+            return self.first_books
+        computed = np.zeros(lease.matched_pages, np.bool_)
+        for first, stop in self.fronts:
+            computed[first:stop] = True
+        decision = self.loading.decision
+        detail = decision.estimates if decision is not None else {}
+        return computed_instead(lease.books, lease.page_tokens, lease.sources, computed, detail)
 
     @property
     def is_decoding(self) -> bool:

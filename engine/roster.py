@@ -45,12 +45,13 @@ class Roster:
     def put_back(self, active: Active) -> None:
         """Back to the head of the queue, holding nothing; its tokens so far are its prompt."""
         if active.is_computing and active.lease is not None:
-            active.first_books = active.lease.books
+            active.first_books = active.books
+        active.earlier_fronts = active.fronts
         active.known_tokens = active.tokens.copy()
         self._let_go(active)
         active.state = State.WAITING
         active.waiting_since_seconds = None
-        active.prefix_pending = False
+        active.incoming = active.front_stop_tokens = None
         active.computed_tokens = 0
         self.admitted.remove(active)
         self.waiting.appendleft(active)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention import ROW_MULTIPLE, Span, causal_mask
+from engine.attention import ROW_MULTIPLE, Span, reversed_causal_mask
 from engine.models.load import LoadedModel
 from engine.working_copy import WorkingCopy
 from tiercache.types import Tokens
@@ -40,8 +40,6 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        config = loaded.model.config
-        self._groups = int(config.num_attention_heads) // loaded.layout_fields["kv_heads"]
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -85,7 +83,7 @@ class ModelRunner:
                 start=start,
                 position=segment.position,
                 tokens=count,
-                mask=causal_mask(count, segment.position, self._groups, torch.get_num_threads()),
+                mask=reversed_causal_mask(count, segment.position),
                 wait_layer=segment.wait_layer,
             )
             start += count

@@ -76,7 +76,11 @@ class Steps:
             for active in self._roster.admitted
             if active.state is State.RUNNING and self._is_covered(active)
         ]
-        return plan_step(running, self._settings.prefill_chunk_tokens)
+        return plan_step(
+            running,
+            self._settings.prefill_chunk_tokens,
+            is_alone=len(self._roster.everyone) == 1,
+        )
 
     def _is_covered(self, active: Active) -> bool:
         assert active.lease is not None
@@ -148,12 +152,14 @@ class Steps:
             if active.booked is not None:
                 self._counters.recomputed_tokens += item.tokens
         active.computed_tokens += item.tokens
-        active.prefix_pending, active.waiting_since_seconds = False, None
+        active.incoming, active.waiting_since_seconds = None, None
         first, stop = self._cache.insertable(lease, active.computed_tokens)
         if stop > first:
             slots = self._cache.slots(lease, first, stop)
             working_copy.store_pages(self._device_pool, slots, first)
             self._cache.insert(lease, active.computed_tokens)
+        if active.computed_tokens == active.front_stop_tokens:
+            self._fetching.front_done(active)
 
     def _take_token(self, active: Active, token: int) -> None:
         """Enters a sampled token, and ends the request if that was its last."""
@@ -180,7 +186,7 @@ class Steps:
         if active.booked is not None:
             return
         assert active.lease is not None
-        active.booked = active.lease.books
+        active.booked = active.lease.books = active.books
         self._cache.book(active.lease)
         self._report_load(active, now)
         slowest = max(active.booked.hit_tokens, default=None)
@@ -189,7 +195,9 @@ class Steps:
         histogram.observe(now - active.submitted_seconds)
 
     def _report_load(self, active: Active, now: float) -> None:
-        report = active.load_report = active.loading.report(self._cache.page_tokens, now)
+        report = active.load_report = active.loading.report(
+            self._cache.page_tokens, now, sum(stop - first for first, stop in active.fronts)
+        )
         if report is not None:
             self._counters.loads.add(report)
             log_report(active.request.request_id, report)

@@ -162,7 +162,10 @@ class Turns:
     @property
     def is_computing(self) -> bool:
         """Whether a request is past its loading. Any thread."""
-        return any(active.state is State.RUNNING for active in tuple(self._roster.admitted))
+        return any(
+            active.state is State.RUNNING and active.front_stop_tokens is None
+            for active in tuple(self._roster.admitted)
+        )
 
     def idle_seconds(self, longest: float) -> float:
         """How long nothing will happen unless a command or a completion comes."""

@@ -34,6 +34,7 @@ L, O, P, F = (  # noqa: E741
     "tiercache/" + name for name in ("loads.py", "columns.py", "prefetch.py", "forgetting.py")
 )
 E = "tiercache/eviction.py"
+FRONTS = "tiercache/fronts.py"
 LEASING, UPKEEP, ORDERS = ("tiercache/" + name for name in ("leasing.py", "upkeep.py", "orders.py"))
 
 MUTANTS = (
@@ -42,7 +43,7 @@ MUTANTS = (
     Mutant(
         "match-rounds-up",
         "whole pages only",
-        T,
+        "tiercache/runs.py",
         "        return same\n",
         "        return differ\n",
     ),
@@ -240,8 +241,8 @@ MUTANTS = (
         "flushed-lease-still-inserts",
         "I8, generations",
         K,
-        " or lease.generation != self.generation:\n            return first, first",
-        ":\n            return first, first",
+        "lease.caching and lease.generation == self.generation",
+        "lease.caching",
     ),
     Mutant(
         "old-pages-are-never-reaped",
@@ -261,8 +262,8 @@ MUTANTS = (
         "partial-page-is-inserted",
         "I3, only complete pages",
         K,
-        "        stop = min(computed_tokens // self.page_tokens, lease.pages.size)",
-        "        stop = min(-(-computed_tokens // self.page_tokens), lease.pages.size)",
+        "        stop = min(computed_tokens // self.page_tokens, last)",
+        "        stop = min(-(-computed_tokens // self.page_tokens), last)",
     ),
     Mutant(
         "adopt-keeps-load",
@@ -324,8 +325,36 @@ MUTANTS = (
         "joiners-lose-their-load",
         "the last waiter cancels",
         L,
-        "            if mine and not np.isin(move.pages, wanted).any():\n",
-        "            if mine:\n",
+        " and not np.isin(move.pages, wanted).any()\n",
+        "\n",
+    ),
+    Mutant(
+        "front-is-not-given-back",
+        "I2, the front of an ended request",
+        LEASING,
+        "    fronts.give_up(cache, lease)\n",
+        "",
+    ),
+    Mutant(
+        "superseded-front-loses-its-slots",
+        "I2, a front that was superseded",
+        FRONTS,
+        "    if not own.all():\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "front-keeps-the-slots-of-loads",
+        "I2, a load that the front supersedes",
+        FRONTS,
+        "    if superseded.size:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "front-takes-the-room-of-others",
+        "all or nothing",
+        FRONTS,
+        "    if room is not Room.NOW:",
+        "    if False:",
     ),
     Mutant(
         "detached-disk-is-still-served",

@@ -25,6 +25,7 @@ from scratch import ROOT, Scratch
 
 DEFAULT_FILES = (
     "tiercache/tree.py",
+    "tiercache/runs.py",
     "tiercache/catalog.py",
     "tiercache/moves.py",
     "tiercache/loads.py",

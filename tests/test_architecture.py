@@ -27,6 +27,7 @@ LAYERS = [
         "layers",
     },
     {
+        "runs",
         "tree",
         "tenants",
         "tenant_room",
@@ -44,6 +45,7 @@ LAYERS = [
         "books",
         "pending",
         "gate",
+        "speeds",
         "explain",
     },
     {"tiers", "codecs", "transfer"},
@@ -63,6 +65,7 @@ LAYERS = [
         "reckoning",
         "assembly",
         "leasing",
+        "fronts",
         "upkeep",
         "orders",
     },
@@ -135,3 +138,16 @@ def test_every_public_name_is_there_and_the_list_is_sorted() -> None:
         assert getattr(tiercache, name) is not None
     with pytest.raises(AttributeError, match="no attribute"):
         _ = tiercache.nothing  # type: ignore[attr-defined]
+
+
+def test_only_the_device_seam_speaks_of_cuda() -> None:
+    """What else there is works the same where DEVICE is another kind of memory."""
+    behind = ("tiercache/tiers/", "tiercache/testing/fake_cuda.py", "engine/devices/")
+    setting = "tiercache/config.py"
+    for folder in ("tiercache", "engine", "server"):
+        for path in (ROOT / folder).rglob("*.py"):
+            name = str(path.relative_to(ROOT))
+            words = path.read_text().lower()
+            if not name.startswith(behind) and name != setting:
+                assert "cuda" not in words, name
+                assert "cupy" not in words, name

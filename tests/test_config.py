@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from tiercache.config import Config, effective_yaml, is_loopback, load_config, parse_config
 from tiercache.errors import ConfigError
 from tiercache.sizes import describe_size, format_size, parse_size
+from tiercache.types import PrefetchPolicy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -83,6 +84,13 @@ def test_a_formatted_size_reads_back_exactly(size_bytes: int) -> None:
     assert parse_size(format_size(size_bytes)) == size_bytes
 
 
+def test_a_load_is_weighed_unless_another_policy_is_named() -> None:
+    assert parse_config({}).cache.prefetch.policy == "adaptive"
+    for name in ("best_effort", "wait", "adaptive"):
+        named = parse_config({"cache": {"prefetch": {"policy": name}}}).cache.prefetch
+        assert PrefetchPolicy(named.policy).value == name
+
+
 def test_a_described_size_is_short() -> None:
     assert [describe_size(size) for size in (0, 1023, 1536, 3 * 2**30)] == [
         "0 B", "1023 B", "1.5 KiB", "3.0 GiB",
@@ -128,6 +136,7 @@ def test_a_key_without_meaning_yet_is_unknown_like_any_other(name: str) -> None:
         ("cache.page_tokens", "16"),
         ("cache.page_tokens", 16.5),
         ("cache.policy", "arc"),
+        ("cache.prefetch.policy", "eager"),
         ("cache.write_policy", "write_never"),
         ("cache.prefetch.join_deadline_seconds", 0),
         ("tiers.device.capacity", 0),

@@ -56,3 +56,27 @@ def account_prompt(
         start = full_pages * page_tokens
         spans.append(MissSpan(start, prompt_tokens, MissReason.PARTIAL_PAGE, below))
     return Books(prompt_tokens, hits, tokens_by_reason(spans), tuple(spans))
+
+
+def computed_instead(
+    books: Books, page_tokens: int, sources: np.ndarray, computed: np.ndarray, detail: Detail
+) -> Books:
+    """The books of a prompt some of whose stored pages were computed while the others loaded.
+
+    `sources` is int8 `[pages]`, the tier that `books` has each page come from, and `computed` a
+    mask over them. They miss because computing was sooner, as `detail` has it.
+    """
+    if not computed.any():
+        return books
+    hits = {
+        tier: tokens - page_tokens * int(np.count_nonzero(computed & (sources == int(tier))))
+        for tier, tokens in books.hit_tokens.items()
+    }
+    edges = np.flatnonzero(np.diff(computed, prepend=False, append=False)).reshape(-1, 2)
+    spans = [
+        MissSpan(start * page_tokens, stop * page_tokens, MissReason.COST_GATE, detail)
+        for start, stop in edges.tolist()
+    ]
+    spans = sorted([*spans, *books.miss_spans], key=lambda span: span.start)
+    kept = {tier: tokens for tier, tokens in hits.items() if tokens}
+    return Books(books.prompt_tokens, kept, tokens_by_reason(spans), tuple(spans))

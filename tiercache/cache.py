@@ -20,13 +20,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiercache import assembly, inspection, leasing, orders, upkeep
+from tiercache import assembly, fronts, inspection, leasing, orders, upkeep
 from tiercache.clock import Clock, SystemClock
 from tiercache.explain.ghosts import GhostList
 from tiercache.explain.namespaces import NamespaceBook
 from tiercache.explain.reasons import Reasons
 from tiercache.forgetting import Forgetter
-from tiercache.gate import LoadGate
+from tiercache.gate import Decision, LoadGate
 from tiercache.lease import Fetch, Follow, Lease, Room
 from tiercache.loads import Loads
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
@@ -41,7 +41,15 @@ from tiercache.tiers.disk_format import PageRecord
 from tiercache.tiers.store import AlwaysWell, PageStore, StoreHealth
 from tiercache.transfer import Transfers
 from tiercache.tree import Tree
-from tiercache.types import MissReason, PageIds, Slots, SlotState, Tier, Tokens
+from tiercache.types import (
+    MissReason,
+    PageIds,
+    PrefetchPolicy,
+    Slots,
+    SlotState,
+    Tier,
+    Tokens,
+)
 from tiercache.wishes import Announcement, WillReturn
 
 
@@ -64,7 +72,8 @@ class TierCache:
         self.clock = clock or SystemClock()
         self.store = store
         self.disk_health = disk_health or AlwaysWell()
-        self.gate = LoadGate(self.page_tokens) if settings.loads_adaptively else None
+        weighs = settings.prefetch is PrefetchPolicy.ADAPTIVE
+        self.gate = LoadGate(self.page_tokens) if weighs else None
         self.generation = store.generation if store else 0
         self.counters = CacheCounters()
         self.window = HitWindow()
@@ -129,9 +138,7 @@ class TierCache:
             demote=self._demote,
             forget=self.forgetter.all_gone,
         )
-        self.loads = Loads(
-            self.catalog, self.moves, self.room, settings.layout, settings.pages_per_move
-        )
+        self.loads = Loads(self.catalog, self.moves, self.room, settings)
 
     # A request's life
 
@@ -162,7 +169,8 @@ class TierCache:
         every page that has to be promoted, and for one page more. Otherwise nothing is held. With
         `fetch` false only pages that are on DEVICE already are used, and `because` is the reason
         booked for the others. With `store` false nothing will be inserted, and the lease has no
-        pages but those that are stored. What it fills counts for `tenant`; see `tenants`.
+        pages but those that are stored, unless requests are computed in their pages. What it fills
+        counts for `tenant`; see `tenants`.
         """
         return leasing.acquire(self, namespace, tokens, fetch, because, store, tenant)
 
@@ -176,6 +184,26 @@ class TierCache:
                 return Fetch.FAILED
             lease.awaited = lease.awaited[state != int(SlotState.READY)]
         return Fetch.WAITING if lease.awaited.size else Fetch.READY
+
+    def weigh_again(
+        self, lease: Lease, from_page: int, *, is_overdue: bool = False
+    ) -> Decision | None:
+        """What would be decided on the lease's prefix now, with what has come and been measured
+        since; its first `from_page` pages are in place. None where nothing is weighed. What
+        `is_overdue` tells how slow its tiers are at least."""
+        if is_overdue and self.gate is not None:
+            leasing.overdue(self, lease)
+        return leasing.weigh_again(self, lease, from_page)
+
+    def in_place(self, lease: Lease, first_page: int) -> int:
+        """How many pages of the lease's stored prefix are on DEVICE without a gap, of which
+        `first_page` are known to be."""
+        return fronts.in_place(self, lease, first_page)
+
+    def take_up(self, lease: Lease, first_page: int, stop_page: int) -> int:
+        """Takes pages of the lease's stored prefix for its holder to compute, while what lies
+        behind them loads; returns where they end. `slots` and `insert` are for them next."""
+        return fronts.take_up(self, lease, first_page, stop_page)
 
     def reserve(self, lease: Lease, pages: int = 1) -> Room:
         """DEVICE slots for `pages` more pages at the end of the lease; `NOW` means they are had."""
@@ -192,18 +220,21 @@ class TierCache:
         lease.require_open()
         pages = lease.page_range(first_page, stop_page)
         slots: Slots = self.catalog.tiers[Tier.DEVICE].slot[pages].copy()
+        fronts.overlay(lease, first_page, slots)
         return slots
 
     def insertable(self, lease: Lease, computed_tokens: int) -> tuple[int, int]:
-        """Pages `[first, stop)` that `insert` would take: complete, and not in the tree yet.
+        """Pages `[first, stop)` that `insert` would take: complete, and not in the tree yet, or of
+        the lease's front.
 
         Their bytes have to be in their DEVICE slots before `insert` is called.
         """
-        first = lease.inserted_pages
-        stop = min(computed_tokens // self.page_tokens, lease.pages.size)
-        if not lease.caching or stop <= first or lease.generation != self.generation:
-            return first, first
-        return first, stop
+        first, last = lease.inserted_pages, int(lease.pages.size)
+        is_kept = lease.stores and lease.generation == self.generation
+        if lease.front is not None:  # stored already, whatever becomes of the lease's own pages
+            first, last, is_kept = lease.front.first, lease.front.stop, True
+        stop = min(computed_tokens // self.page_tokens, last)
+        return (first, stop) if is_kept and stop > first else (first, first)
 
     def insert(self, lease: Lease, computed_tokens: int) -> int:
         """Makes every complete page of the first `computed_tokens` tokens everybody's.

@@ -73,6 +73,8 @@ class Catalog:
         self.pinned_count = 0
         self._free_rows = FreeIds(rows)
         self.on_evictable: EvictableHook = lambda tier, pages: None
+        self.on_freed: Callable[[Tier, Slots], None] = lambda tier, slots: None
+        """Told of slots that nobody can touch any more, before anybody is given them."""
         self.tenants: TenantBooks | None = None
 
     # Rows
@@ -238,6 +240,7 @@ class Catalog:
         columns.slot_state[slots] = _FREE
         columns.count(_RETIRING, _FREE, slots.size)
         columns.free_slots.give(slots)
+        self.on_freed(tier, slots)
 
     def hand_over(self, tier: Tier, giver: int, taker: int) -> None:
         """Makes the giver's slot, whose bytes are complete, the taker's READY copy."""

@@ -75,10 +75,10 @@ class ModelConfig(Section):
 class PrefetchConfig(Section):
     """How long a request waits for pages, and for which, before it computes them itself."""
 
-    policy: Literal["wait", "adaptive"] = Field(
-        default="wait",
-        description="wait loads whatever is stored; adaptive only what, as measured, arrives sooner"
-        " than it can be computed.",
+    policy: Literal["best_effort", "wait", "adaptive"] = Field(
+        default="adaptive",
+        description="adaptive loads what, as measured, arrives sooner than it can be computed; wait"
+        " loads whatever is stored; best_effort takes what is in memory and waits for nothing.",
     )
 
     fetch_deadline_seconds: float = Field(
@@ -269,7 +269,10 @@ class EngineConfig(Section):
         default=16, ge=1, le=4096, description="Requests computed together in one step."
     )
     prefill_chunk_tokens: int = Field(
-        default=512, ge=1, le=65536, description="Most prompt tokens computed in one step."
+        default=512,
+        ge=1,
+        le=65536,
+        description="Most prompt tokens computed in one step; twice as many of a lone request.",
     )
     working_copy_capacity: SizeOrAuto = Field(
         default="auto", description="Bytes for contiguous KV of running requests on CPU, or auto."
@@ -277,6 +280,10 @@ class EngineConfig(Section):
     threads: CountOrAuto = Field(default="auto", description="Compute threads, 1 to 1024, or auto.")
     attention: Literal["auto", "triton", "flashinfer", "gather"] = Field(
         default="auto", description="What computes attention on a GPU; auto is triton where it can."
+    )
+    pack_weights: bool = Field(
+        default=True,
+        description="Join and lay out weights for decoding on a CPU; off keeps the library's.",
     )
     decode_graphs: bool = Field(
         default=False,

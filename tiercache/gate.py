@@ -3,38 +3,56 @@
 Two things are measured as they happen: what a page costs to load from each tier, and what a prompt
 token costs to compute, as a line over its context length (attention reads everything before it).
 For a prompt, every cut of its stored prefix is weighed: pages before the cut are loaded, tokens
-behind it computed. Loading stops where that sum is smallest.
+behind it computed. And every place to meet: pages before it are computed while those behind it
+load, from the last one on.
+
+Bytes come in moves, and nothing is known of a move before its end. So moves are short beside what
+computing would take, and those from a tier of unknown speed begin with a page each and grow: how
+fast it is, is known early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from tiercache.speeds import PrefillCost, TierSpeeds
 from tiercache.types import Tier
 
-_WEIGHT_OF_NEW = 0.2
-"""Share of the newest observation in a running mean."""
+PATIENCE_SHARE = 0.02
+"""Of what computing all would take: after so long without an arrival it is weighed again."""
 
-STALE_SECONDS = 30.0
-"""A tier not loaded from for so long is measured anew: what was slow may have recovered."""
+LEAST_GAIN = 0.05
+"""Share of a wait that meeting in the middle has to save, as estimates are no better than that."""
+
+MOVE_SHARE = 0.02
+"""Of loading all or of computing all, whichever is shorter: about so long one move may take."""
+
+_LEAST_SHARE_OF_COMPUTING = 0.1
+"""What loads in less of what computing would take is not worth cutting into short moves."""
+
+_LEAST_MOVES = 40
+"""Into so many at least a prefix from a tier of unknown speed is cut, one page each or more."""
+
+MOVES_SIDE_BY_SIDE = 2
+"""From one tier, as readers are."""
+
+_LEAST_PAGE_SECONDS = 1e-9
 
 
-EXPLORATION_SHARE = 0.05
-"""Of what computing all would take: so long a load from a tier of unknown speed may take."""
-
-OVERRUN_SHARE = 0.1
-"""Of what computing all would take: so much longer than expected a load may take."""
+Seconds = npt.NDArray[np.float64]
 
 
 class Choice(StrEnum):
     """What was decided on a stored prefix, in words."""
 
     LOAD = "load"
+    MEET = "meet"
     PART = "part"
     RECOMPUTE = "recompute"
 
@@ -46,6 +64,10 @@ class Decision:
     `pages` is how many of the `stored_pages` of the prefix to use; `load_seconds` and
     `compute_seconds` are the estimates for that cut, `load_all_seconds` and `compute_all_seconds`
     the sums for the extremes. `is_measured` says whether all tiers concerned were measured lately.
+    With `front_pages` so many of these are to be computed while the others load; `load_seconds` is
+    then when both are done, and `front_stop` the index of the first page that is not computed.
+    `queue_seconds` pass before the first page can come. `move_pages` is the most to put into one
+    move, 0 where there is nothing to go by.
     """
 
     pages: int
@@ -55,21 +77,34 @@ class Decision:
     load_all_seconds: float = 0.0
     compute_all_seconds: float = 0.0
     is_measured: bool = False
+    queue_seconds: float = 0.0
+    front_pages: int = 0
+    front_stop: int = 0
+    move_pages: int = 0
+
+    def move_sizes(self, most_pages: int) -> Iterator[int]:
+        """Pages of the first move, of the second and so on; `most_pages` at most."""
+        most = min(most_pages, self.move_pages or most_pages)
+        pages = most if self.is_measured or not self.compute_all_seconds else 1
+        while True:
+            yield from itertools.repeat(min(most, pages), MOVES_SIDE_BY_SIDE)
+            pages = min(most, 2 * pages)
 
     @property
     def choice(self) -> Choice:
+        if self.front_pages:
+            return Choice.MEET
         if self.pages == self.stored_pages:
             return Choice.LOAD
         return Choice.PART if self.pages else Choice.RECOMPUTE
 
     @property
     def patience_seconds(self) -> float | None:
-        """How long to wait for the load before deciding anew; None if there was no estimate."""
+        """How long to wait for the next arrival before deciding anew; None if there was no
+        estimate."""
         if not self.compute_all_seconds:
             return None
-        if not self.is_measured:
-            return EXPLORATION_SHARE * self.compute_all_seconds
-        return self.load_seconds + OVERRUN_SHARE * self.compute_all_seconds
+        return self.queue_seconds + PATIENCE_SHARE * self.compute_all_seconds
 
     @property
     def estimates(self) -> Mapping[str, float]:
@@ -81,39 +116,24 @@ class Decision:
         }
 
 
-class PrefillCost:
-    """Seconds per prompt token over context length: a line, fitted with fading memory."""
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Seconds for a prefix of n pages, by page index k from 0 to n, float64 `[n + 1]`.
 
-    def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of weight, context, seconds, context², context × seconds
+    Until its first k pages have come, until those from k on have, and to compute all tokens of the
+    prompt from page k on.
+    """
 
-    @property
-    def is_known(self) -> bool:
-        return bool(self._sums[0] > 0)
+    head: Seconds
+    tail: Seconds
+    compute: Seconds
 
-    def saw(self, position: int, tokens: int, seconds: float) -> None:
-        """A chunk of `tokens` tokens that began at `position` took `seconds`."""
-        context, cost = position + tokens / 2, seconds / tokens
-        seen = np.array([1.0, context, cost, context * context, context * cost])
-        self._sums = (1 - _WEIGHT_OF_NEW) * self._sums + seen
-
-    def seconds(self, start: npt.NDArray[np.float64], stop: float) -> npt.NDArray[np.float64]:
-        """Estimated time for the tokens `[start, stop)`, for each start."""
-        base, slope = self._line()
-        estimate: npt.NDArray[np.float64] = base * (stop - start) + slope / 2 * (
-            stop * stop - start * start
-        )
-        return estimate
-
-    def _line(self) -> tuple[float, float]:
-        """Cost at context 0 and its growth per token; neither is negative."""
-        weight, context, cost, square, product = self._sums.tolist()
-        spread = square - context * context / weight
-        slope = 0.0
-        if spread > 1.0:
-            slope = max(0.0, (product - context * cost / weight) / spread)
-        base = (cost - slope * context) / weight
-        return (base, slope) if base > 0 else (0.0, max(0.0, product / square))
+    def meeting(self, start: int) -> tuple[Seconds, Seconds]:
+        """With the first `start` pages loaded, those up to k computed and the rest loaded
+        meanwhile, for k from `start`: until all that is in place, and until the first token."""
+        computed = self.head[start] + self.compute[start] - self.compute[start:]
+        joined = np.maximum(computed, self.tail[start:])
+        return joined, joined + self.compute[-1]
 
 
 class LoadGate:
@@ -121,17 +141,8 @@ class LoadGate:
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
-        self._page_seconds: dict[Tier, float] = {}
-        self._seen_at_seconds: dict[Tier, float] = {}
         self.prefill = PrefillCost()
-
-    def saw_load(self, source: Tier, pages: int, seconds: float, now_seconds: float) -> None:
-        """A move of `pages` pages from `source` took `seconds` once it had begun."""
-        self._forget_stale(now_seconds)
-        self._seen_at_seconds[source] = now_seconds
-        cost = seconds / pages
-        before = self._page_seconds.get(source, cost)
-        self._page_seconds[source] = (1 - _WEIGHT_OF_NEW) * before + _WEIGHT_OF_NEW * cost
+        self.speeds = TierSpeeds()
 
     def decide(
         self,
@@ -140,48 +151,118 @@ class LoadGate:
         now_seconds: float,
         queued_pages: Mapping[Tier, int] | None = None,
     ) -> Decision:
-        """Where to stop loading a prefix whose pages come from `sources` (tier values, int8).
+        """What to load of a prefix whose pages come from `sources` (tier values, int8).
 
-        `queued_pages` are pages that other loads from a tier have to go before. A tier never
+        `queued_pages` are other pages, whose loads from a tier come before. A tier never
         loaded from, or not for `STALE_SECONDS`, counts as fast: it is measured by using it.
         """
-        self._forget_stale(now_seconds)
+        self.speeds.forget_stale(now_seconds)
         pages = int(sources.size)
         if not self.prefill.is_known or not (sources != int(Tier.DEVICE)).any():
             return Decision(pages, pages)
-        load = self._load_seconds(sources, queued_pages or {})
-        cuts = np.arange(pages + 1, dtype=np.float64)
-        compute = self.prefill.seconds(cuts * self._page_tokens, float(prompt_tokens))
-        total = load + compute
-        best = pages - int(np.argmin(total[::-1]))  # among equals, the one that loads most
-        return Decision(
+        queued = queued_pages or {}
+        costs = self._costs(sources, prompt_tokens, queued)
+        cuts = costs.head + costs.compute
+        best = pages - int(np.argmin(cuts[::-1]))  # among equals, the one that loads most
+        cut = replace(
+            self._frame(sources, costs, queued),
             pages=best,
-            stored_pages=pages,
-            load_seconds=float(load[best]),
-            compute_seconds=float(compute[best]),
-            load_all_seconds=float(total[pages]),
-            compute_all_seconds=float(total[0]),
-            is_measured=all(tier in self._page_seconds for tier in _slower_than_device(sources)),
+            load_seconds=float(costs.head[best]),
+            compute_seconds=float(costs.compute[best]),
+            load_all_seconds=float(cuts[pages]),
+        )
+        met = self._met(cut, costs, int((sources == sources.max()).argmax()))
+        return met if _is_gain(met, float(cuts[best])) else cut
+
+    def meet(
+        self,
+        sources: npt.NDArray[np.int8],
+        from_page: int,
+        prompt_tokens: int,
+        now_seconds: float,
+        queued_pages: Mapping[Tier, int] | None = None,
+    ) -> Decision:
+        """How far to compute a prefix that is loading from its tail on, and whose first
+        `from_page` pages are in place; with no `front_pages` it is better waited for."""
+        self.speeds.forget_stale(now_seconds)
+        if not self.prefill.is_known:
+            return Decision(int(sources.size), int(sources.size))
+        queued = queued_pages or {}
+        costs = self._costs(sources, prompt_tokens, queued)
+        wait = replace(
+            self._frame(sources, costs, queued),
+            load_seconds=float(costs.tail[from_page]),
+            compute_seconds=float(costs.compute[-1]),
+            load_all_seconds=float(costs.tail[from_page] + costs.compute[-1]),
+            front_stop=from_page,
+        )
+        if from_page == sources.size or sources[from_page] < sources.max():
+            return wait  # what comes from a faster tier is not worth computing
+        costs = replace(costs, head=np.zeros_like(costs.head))
+        met = self._met(wait, costs, from_page)
+        return met if _is_gain(met, wait.load_all_seconds) else wait
+
+    @staticmethod
+    def _met(frame: Decision, costs: _Costs, start: int) -> Decision:
+        """The best place to meet, of those from `start` on."""
+        joined, total = costs.meeting(start)
+        front_pages = int(np.argmin(total))
+        return replace(
+            frame,
+            pages=frame.stored_pages,
+            load_seconds=float(joined[front_pages]),
+            compute_seconds=float(costs.compute[-1]),
+            front_pages=front_pages,
+            front_stop=start + front_pages,
         )
 
-    def _forget_stale(self, now_seconds: float) -> None:
-        for tier, seen in list(self._seen_at_seconds.items()):
-            if now_seconds - seen > STALE_SECONDS:
-                del self._seen_at_seconds[tier], self._page_seconds[tier]
+    def _frame(
+        self, sources: npt.NDArray[np.int8], costs: _Costs, queued_pages: Mapping[Tier, int]
+    ) -> Decision:
+        """What any decision on the prefix says."""
+        pages = int(sources.size)
+        page_seconds = self.speeds.page_seconds()
+        tiers = {Tier(value) for value in np.unique(sources).tolist()} - {Tier.DEVICE}
+        known = tiers & page_seconds.keys()
+        slowest = max([_LEAST_PAGE_SECONDS, *(page_seconds[tier] for tier in known)])
+        move_pages = pages // _LEAST_MOVES
+        if tiers == known:
+            compute_seconds = float(costs.compute[0])
+            least_seconds = _LEAST_SHARE_OF_COMPUTING * compute_seconds
+            whole_seconds = min(compute_seconds, max(least_seconds, float(costs.tail[0])))
+            move_pages = int(MOVE_SHARE * whole_seconds / slowest)
+        return Decision(
+            pages=pages,
+            stored_pages=pages,
+            compute_all_seconds=float(costs.compute[0]),
+            is_measured=tiers == known,
+            queue_seconds=max(
+                (queued_pages.get(t, 0) * page_seconds[t] for t in known), default=0.0
+            ),
+            move_pages=max(1, move_pages),
+        )
 
-    def _load_seconds(
-        self, sources: npt.NDArray[np.int8], queued_pages: Mapping[Tier, int]
-    ) -> npt.NDArray[np.float64]:
-        """Time until the first k pages have arrived, for k from 0; tiers load side by side."""
-        slowest = np.zeros(sources.size + 1)
-        for tier, cost in self._page_seconds.items():
+    def _costs(
+        self,
+        sources: npt.NDArray[np.int8],
+        prompt_tokens: int,
+        queued_pages: Mapping[Tier, int],
+    ) -> _Costs:
+        """Tiers load side by side, and what is not known costs nothing."""
+        pages = int(sources.size)
+        head, tail = np.zeros(pages + 1), np.zeros(pages + 1)
+        for tier, cost in self.speeds.page_seconds().items():
             mine = sources == int(tier)
-            counted = np.concatenate(([0], np.cumsum(mine)))
+            before = np.concatenate(([0], np.cumsum(mine)))
+            behind = before[-1] - before
             ahead = queued_pages.get(tier, 0)
-            arrival = np.where(counted > 0, (counted + ahead) * cost, 0.0)
-            slowest = np.maximum(slowest, arrival)
-        return slowest
+            head = np.maximum(head, np.where(before > 0, (before + ahead) * cost, 0.0))
+            tail = np.maximum(tail, np.where(behind > 0, (behind + ahead) * cost, 0.0))
+        starts = np.arange(pages + 1, dtype=np.float64) * self._page_tokens
+        return _Costs(head, tail, self.prefill.seconds(starts, float(prompt_tokens)))
 
 
-def _slower_than_device(sources: npt.NDArray[np.int8]) -> set[Tier]:
-    return {Tier(value) for value in np.unique(sources).tolist()} - {Tier.DEVICE}
+def _is_gain(met: Decision, other_seconds: float) -> bool:
+    """Whether meeting in the middle is sooner by so much that it can be no error of estimates."""
+    saved = other_seconds - met.load_seconds - met.compute_seconds
+    return met.front_pages > 0 and saved > LEAST_GAIN * other_seconds

@@ -1,8 +1,9 @@
 """Layer groups: a load from HOST to DEVICE says, group by group, that the bytes have come.
 
 A page holds its layers one after the other, so a group of layers is one range of its bytes. The
-carrier copies the first group of every page, says so, then the second. Attention of a layer waits
-for its own group and for nothing behind it. Loads from DISK are verified whole and have no groups.
+carrier copies the first group of every page, says so, then the second; where groups are small, two
+or more of them in one piece. Attention of a layer waits for its own group's piece and for nothing
+behind it. Loads from DISK are verified whole and have no groups.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from tiercache.types import PageLayout
 
 LAYER_GROUPS = 6
 """Groups of a page: enough that most of a load hides behind the layers before it."""
+
+_PIECE_BYTES = 96 << 10
+"""Copied of a page at a time, at least: copies of 60 KiB pieces take 1.25 times as long as those of
+whole pages, copies of 120 KiB pieces 1.1 times."""
+_FEWEST_PIECES = 3
+"""Fewer are not made of a page, however small it is."""
 
 
 class LayerLost(TierError):
@@ -47,8 +54,20 @@ class LayerGroups:
 
     def bytes_of(self, group: int) -> slice:
         """Where the group lies in a page."""
-        layers = self.layers(group)
-        return slice(layers.start * self.layer_bytes, layers.stop * self.layer_bytes)
+        return self.bytes_of_all(range(group, group + 1))
+
+    def bytes_of_all(self, groups: range) -> slice:
+        """Where groups that follow one another lie in a page."""
+        first, stop = self.bounds[groups.start], self.bounds[groups.stop]
+        return slice(first * self.layer_bytes, stop * self.layer_bytes)
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """All groups, those together that are copied in one go."""
+        group_bytes = self.bounds[-1] * self.layer_bytes // len(self)
+        together = min(-(-_PIECE_BYTES // group_bytes), max(1, len(self) // _FEWEST_PIECES))
+        firsts = range(0, len(self), together)
+        return tuple(range(first, min(first + together, len(self))) for first in firsts)
 
 
 class LayerArrivals:

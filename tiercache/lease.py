@@ -20,7 +20,7 @@ import numpy as np
 from tiercache.errors import LeaseError
 from tiercache.explain.spans import MissSpan
 from tiercache.gate import Decision
-from tiercache.types import MissReason, PageIds, Tier, Tokens
+from tiercache.types import MissReason, PageIds, Slots, Tier, Tokens
 
 
 class LeaseState(Enum):
@@ -79,6 +79,19 @@ class Books:
         assert total == self.prompt_tokens, "I7 hits and misses add up to the prompt"
 
 
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Stored pages that a lease's holder computes: those from index `first` on, one for each of
+    `slots`, which are the lease's; see `fronts`."""
+
+    first: int
+    slots: Slots
+
+    @property
+    def stop(self) -> int:
+        return self.first + int(self.slots.size)
+
+
 @dataclass(slots=True)
 class Lease:
     """A request's hold on the cache, from `acquire` to `release`. Changed by the cache only."""
@@ -88,20 +101,30 @@ class Lease:
     generation: int
     tokens: TokenBuffer
     prompt_tokens: int
+    page_tokens: int
     matched_pages: int
     books: Books
     pages: PageIds
+    opened_seconds: float = 0.0
     inserted_pages: int = 0
     awaited: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
     state: LeaseState = LeaseState.OPEN
     caching: bool = True
-    """False for a lease that adds nothing: it has pages of what is stored, and no others."""
+    """False for a lease that has pages of what is stored, and no others."""
+    stores: bool = True
+    """False for a lease that adds nothing, whether it has pages of its own or not."""
     payer: int = 0
     """Index of the tenant for whom its pages count; see `tenants`."""
     request_id: str = ""
     """What its holder calls it; only explanations ask."""
     decision: Decision | None = None
     """What was decided on its stored prefix, where that was weighed."""
+    sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int8))
+    """Value of the tier that each page of its stored prefix was to come from."""
+    front: Front | None = None
+    """What of its stored prefix its holder is computing."""
+    computed_front: list[tuple[int, int]] = field(default_factory=list)
+    """Stretches `[first, stop)` of its stored prefix that its holder has computed."""
 
     def require_open(self) -> None:
         """Raises LeaseError for a lease that was released."""

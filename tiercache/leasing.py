@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache import upkeep
+from tiercache import fronts, upkeep
 from tiercache.explain.spans import Detail
+from tiercache.gate import MOVES_SIDE_BY_SIDE, Decision
 from tiercache.lease import Books, Lease, LeaseState, Room, TokenBuffer
-from tiercache.reckoning import nothing_cached, reckon
+from tiercache.reckoning import nothing_cached, reckon, slowest_usable, why_unusable
 from tiercache.tenants import NOBODY
 from tiercache.tree import Match
 from tiercache.types import NO_PAGE, MissReason, PageIds, SlotState, Tier, Tokens
@@ -38,17 +39,19 @@ def acquire(
     assert tokens.size >= 1
     if not cache.settings.enabled:
         books = nothing_cached(int(tokens.size))
-        return _open(cache, namespace, tokens, _NO_PAGES, books, caching=False)
+        lease = _open(cache, namespace, tokens, _NO_PAGES, books, caching=False)
+        lease.stores = False
+        return lease
     match = cache.tree.match(namespace, cache.generation, tokens)
     stored_pages = int(match.pages.size) if match is not None else 0
     path, sources = _usable(cache, match, tokens, fetch)
     detail: Detail | None = None
-    if match is not None and because is None and _ends_at_bad_copy(cache, match, path):
-        because = MissReason.CHECKSUM_FAILED
+    if match is not None and because is None and path.size < match.pages.size:
+        because = why_unusable(cache, int(match.pages[path.size]))
     decision = None
     if cache.gate is not None and (sources != int(Tier.DEVICE)).any():
         now = cache.clock.now_seconds()
-        decision = cache.gate.decide(sources, tokens.size, now, cache.moves.loading_pages())
+        decision = cache.gate.decide(sources, tokens.size, now, cache.moves.loading_pages(path))
         if decision.pages < path.size:
             path, sources = path[: decision.pages], sources[: decision.pages]
             if because is None:
@@ -58,7 +61,8 @@ def acquire(
     cold = absent
     if absent.size:
         cold = absent[~cache.catalog.tiers[Tier.DEVICE].is_resident(absent)]
-    own = int(tokens.size // cache.page_tokens - path.size + 1) if store else 0
+    has_own = store or cache.settings.computes_in_pages
+    own = int(tokens.size // cache.page_tokens - path.size + 1) if has_own else 0
     payer = _payer(cache, tenant, path)
     answer = cache.room.make(Tier.DEVICE, own + int(cold.size), payer)
     if answer is not Room.NOW:
@@ -67,20 +71,44 @@ def acquire(
     follow = cache.follow(namespace, tokens) if because is MissReason.BEING_COMPUTED else None
     why = because or MissReason.LOAD_FAILED
     books = reckon(cache, namespace, tokens, path, sources, stored_pages, follow, why, detail)
-    lease = _open(cache, namespace, tokens, path, books, caching=store)
-    lease.payer, lease.decision = payer, decision
+    lease = _open(cache, namespace, tokens, path, books, caching=has_own)
+    lease.payer, lease.decision, lease.sources = payer, decision, sources
+    lease.stores = store
     _touch(cache, path, hits=1)
     for queue in cache.writes.values():
         queue.used_again(path)
     if cold.size:
-        cache.loads.start(cold, payer)
+        cache.loads.start(cold, payer, decision)
     lease.awaited = absent
-    if not store:
+    if not has_own:
         return lease
     _extend_own(cache, lease, own)
-    if lease.matched_pages < lease.prompt_tokens // cache.page_tokens:
+    if store and lease.matched_pages < lease.prompt_tokens // cache.page_tokens:
         cache.pending.lead(lease)
     return lease
+
+
+def weigh_again(cache: TierCache, lease: Lease, from_page: int) -> Decision | None:
+    """What would be decided on the lease's prefix now, of which `from_page` pages are in place;
+    None where nothing is weighed."""
+    lease.require_open()
+    if cache.gate is None or lease.decision is None:
+        return None
+    prefix, now = lease.page_range(0, lease.matched_pages), cache.clock.now_seconds()
+    sources = cache.catalog.fastest_ready(prefix)
+    queued = cache.moves.loading_pages(prefix)
+    return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued)
+
+
+def overdue(cache: TierCache, lease: Lease) -> None:
+    """Nothing of what the lease awaits has come for long: the gate is told how slow that is."""
+    assert cache.gate is not None
+    now = cache.clock.now_seconds()
+    for tier in (Tier.HOST, Tier.DISK):
+        moves = [move for move in cache.moves.loads() if move.source is tier]
+        if any(np.isin(move.pages, lease.awaited).any() for move in moves):
+            pages = sum(int(move.pages.size) for move in moves[:MOVES_SIDE_BY_SIDE])
+            cache.gate.speeds.overdue(tier, pages, lease.opened_seconds, now)
 
 
 def _usable(
@@ -96,18 +124,12 @@ def _usable(
     fastest = cache.catalog.fastest_ready(pages)
     if not np.count_nonzero(fastest):  # all on DEVICE, as most of them are
         return pages, fastest
-    slowest = Tier.DEVICE if not fetch else Tier.DISK
-    if fetch and cache.disk_health.reads_trouble:
-        slowest = Tier.HOST
+    slowest = slowest_usable(cache) if fetch else Tier.DEVICE
     unusable = (fastest < 0) | (fastest > int(slowest))
     if unusable.any():
         usable = int(unusable.argmax())
         pages, fastest = pages[:usable], fastest[:usable]
     return pages, fastest
-
-
-def _ends_at_bad_copy(cache: TierCache, match: Match, path: PageIds) -> bool:
-    return path.size < match.pages.size and int(match.pages[path.size]) in cache.moves.holes
 
 
 def _payer(cache: TierCache, tenant: str, path: PageIds) -> int:
@@ -136,9 +158,11 @@ def _open(
         generation=cache.generation,
         tokens=TokenBuffer(tokens),
         prompt_tokens=int(tokens.size),
+        page_tokens=cache.page_tokens,
         matched_pages=int(path.size),
         books=books,
         pages=path,
+        opened_seconds=cache.clock.now_seconds(),
         inserted_pages=int(path.size),
         caching=caching,
     )
@@ -170,6 +194,9 @@ def insert(cache: TierCache, lease: Lease, computed_tokens: int) -> int:
     lease.require_open()
     first, upto = cache.insertable(lease, computed_tokens)
     if upto <= first:
+        return 0
+    if lease.front is not None:
+        fronts.complete(cache, lease, upto)
         return 0
     tokens = lease.tokens.view(first * cache.page_tokens, upto * cache.page_tokens)
     match = _match_behind(cache, lease, first, tokens)
@@ -247,6 +274,7 @@ def release(cache: TierCache, lease: Lease) -> None:
         slots = cache.catalog.retire(Tier.DEVICE, own)
         cache.catalog.free_retired(Tier.DEVICE, slots)
         cache.catalog.forget_all(own)
+    fronts.give_up(cache, lease)
     lease.state = LeaseState.CLOSED
     del cache.leases[lease.serial]
     cache.forgetter.let_go(path)

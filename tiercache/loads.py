@@ -9,18 +9,21 @@ their end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
 
 from tiercache.catalog import Catalog
+from tiercache.gate import Decision
 from tiercache.layers import LayerArrivals, LayerGroups
 from tiercache.lease import Lease, Room
 from tiercache.moves import MoveBook, Settled
 from tiercache.room import RoomMaker
+from tiercache.settings import CacheSettings
 from tiercache.tenants import NOBODY
-from tiercache.transfer import batches
-from tiercache.types import PageIds, PageLayout, Tier
+from tiercache.transfer import batches, cut
+from tiercache.types import PageIds, Tier
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -33,23 +36,29 @@ class Loads:
         catalog: Catalog,
         moves: MoveBook,
         room: RoomMaker,
-        layout: PageLayout,
-        pages_per_move: int,
+        settings: CacheSettings,
     ) -> None:
         self._catalog = catalog
         self._moves = moves
         self._room = room
-        self._pages_per_move = pages_per_move
-        self.groups = LayerGroups.of(layout)
+        self._pages_per_move = settings.pages_per_move
+        self._pages_per_load = settings.pages_per_load
+        self.groups = LayerGroups.of(settings.layout)
 
-    def start(self, cold: PageIds, payer: int = NOBODY) -> None:
+    def start(self, cold: PageIds, payer: int = NOBODY, decision: Decision | None = None) -> None:
         """Starts chains for `cold` pages, for which DEVICE has room; pages from DISK pass through
-        HOST if it has room, so that the next hit is nearer. The copies count for `payer`."""
+        HOST if it has room, so that the next hit is nearer. The copies count for `payer`.
+
+        What was decided on the pages says how long the moves from DISK are to be; these begin with
+        the last page.
+        """
         on_host = self._catalog.ready_on(Tier.HOST, cold)
-        for batch in batches(cold[on_host], self._pages_per_move):
+        for batch in batches(cold[on_host], self._pages_per_load):
             arrivals = LayerArrivals(self.groups)
             self._moves.start(batch, Tier.HOST, (Tier.DEVICE,), payer, arrivals=arrivals)
-        for batch in batches(cold[~on_host], self._pages_per_move):
+        most = self._pages_per_move
+        sizes = itertools.repeat(most) if decision is None else decision.move_sizes(most)
+        for batch in cut(cold[~on_host], sizes, from_end=decision is not None):
             self._moves.start(batch, Tier.DISK, self._chain_up(batch, payer), payer)
 
     def layered(self, lease: Lease) -> list[LayerArrivals] | None:
@@ -60,22 +69,28 @@ class Loads:
         missing, found = lease.awaited, []
         for move in self._moves.loads():
             mine = np.isin(missing, move.pages)
-            if mine.any() and move.arrivals is not None:
-                found.append(move.arrivals)
-                missing = missing[~mine]
+            if not mine.any():
+                continue
+            if move.arrivals is None:
+                return None
+            found.append(move.arrivals)
+            missing = missing[~mine]
         return None if missing.size else found
 
     def give_up(self, lease: Lease, others: Iterable[Lease]) -> list[Settled]:
         """Takes back what only `lease` waited for and no worker has begun."""
-        if not lease.awaited.size:
-            return []
+        return self.withdraw(lease.awaited, others) if lease.awaited.size else []
+
+    def withdraw(self, pages: PageIds, others: Iterable[Lease]) -> list[Settled]:
+        """Takes back the loads of any of `pages` that no worker has begun and none of `others`
+        waits for."""
         wanted = np.concatenate([_NO_PAGES, *(other.awaited for other in others)])
-        settled = []
-        for move in self._moves.loads():
-            mine = np.isin(move.pages, lease.awaited).any()
-            if mine and not np.isin(move.pages, wanted).any():
-                settled.append(self._moves.cancel(move))
-        return [one for one in settled if one is not None]
+        withdrawn = [
+            self._moves.cancel(move)
+            for move in self._moves.loads()
+            if np.isin(move.pages, pages).any() and not np.isin(move.pages, wanted).any()
+        ]
+        return [one for one in withdrawn if one is not None]
 
     def _chain_up(self, batch: PageIds, payer: int) -> tuple[Tier, ...]:
         host = self._catalog.tiers.get(Tier.HOST)

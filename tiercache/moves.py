@@ -7,7 +7,6 @@ the page's own (another copy was adopted meanwhile) only gives its slot back.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +33,8 @@ class Settled:
     error: str
     seconds: float
     """From when a worker began it to its end."""
+    ended_seconds: float | None
+    """When that was; None if it is now."""
 
 
 class MoveBook:
@@ -134,13 +135,15 @@ class MoveBook:
         """The open moves that bring pages to DEVICE."""
         return [move for move in self.moves() if move.target is Tier.DEVICE]
 
-    def loading_pages(self) -> dict[Tier, int]:
-        """Pages that open moves bring up, by the tier they come from."""
-        pages: Counter[Tier] = Counter()
-        for move in self.moves():
-            if move.target < move.source:
-                pages[move.source] += int(move.pages.size)
-        return dict(pages)
+    def loading_pages(self, beside: PageIds) -> dict[Tier, int]:
+        """Pages that open moves bring up, by the tier they come from, all but those of `beside`."""
+        moves = [move for move in self.moves() if move.target < move.source]
+        if not moves:
+            return {}
+        sources = np.repeat([int(move.source) for move in moves], [m.pages.size for m in moves])
+        others = np.isin(np.concatenate([move.pages for move in moves]), beside, invert=True)
+        counts = np.bincount(sources[others])
+        return {Tier(value): int(count) for value, count in enumerate(counts.tolist()) if count}
 
     def _settle_erase(self, completion: Completion, erase: Erase) -> None:
         if completion.error:
@@ -167,6 +170,7 @@ class MoveBook:
             completion.outcomes,
             completion.error,
             completion.seconds,
+            completion.ended_seconds,
         )
 
     def _settle_hop(self, move: Move, hop: Hop, done: np.ndarray) -> None:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.books import account_prompt
+from tiercache.books import account_prompt, computed_instead
 from tiercache.explain.spans import Detail, MissSpan
+from tiercache.gate import Decision
 from tiercache.lease import Books, Follow
-from tiercache.types import MissReason, PageIds, Tier, Tokens
+from tiercache.types import MissReason, PageIds, PrefetchPolicy, Tier, Tokens
 
 if TYPE_CHECKING:
     from tiercache.cache import TierCache
@@ -60,30 +61,44 @@ def forecast(cache: TierCache, namespace: bytes, tokens: Tokens) -> Books:
     stored = match.pages if match is not None else np.empty(0, np.intp)
     path = stored[: (prompt_tokens - 1) // cache.page_tokens]
     sources = cache.catalog.fastest_ready(path)
-    slowest = Tier.HOST if cache.disk_health.reads_trouble else Tier.DISK
-    unusable = (sources < 0) | (sources > int(slowest))
+    unusable = (sources < 0) | (sources > int(slowest_usable(cache)))
     because, detail = MissReason.LOAD_FAILED, None
     if unusable.any():
         usable = int(unusable.argmax())
-        if int(path[usable]) in cache.moves.holes:
-            because = MissReason.CHECKSUM_FAILED
+        because = why_unusable(cache, int(path[usable])) or because
         path, sources = path[:usable], sources[:usable]
-    path, sources, gated = _worth_loading(cache, path, sources, prompt_tokens)
-    if gated is not None:
-        because, detail = MissReason.COST_GATE, gated
+    choice = _weigh(cache, path, sources, prompt_tokens)
+    if choice.pages < path.size:
+        path, sources = path[: choice.pages], sources[: choice.pages]
+        because, detail = MissReason.COST_GATE, choice.estimates
     follow = cache.follow(namespace, tokens)
     stored_pages = int(stored.size)
-    return reckon(cache, namespace, tokens, path, sources, stored_pages, follow, because, detail)
+    books = reckon(cache, namespace, tokens, path, sources, stored_pages, follow, because, detail)
+    front = np.zeros(path.size, np.bool_)
+    front[choice.front_stop - choice.front_pages : choice.front_stop] = True
+    return computed_instead(books, cache.page_tokens, sources, front, choice.estimates)
 
 
-def _worth_loading(
-    cache: TierCache, path: np.ndarray, sources: np.ndarray, prompt_tokens: int
-) -> tuple[np.ndarray, np.ndarray, Detail | None]:
-    """What of a stored prefix would be loaded, and the estimates if that is not all of it."""
+def slowest_usable(cache: TierCache) -> Tier:
+    """The slowest tier whose pages a request may use at present."""
+    if cache.disk_health.reads_trouble or cache.settings.prefetch is PrefetchPolicy.BEST_EFFORT:
+        return Tier.HOST
+    return Tier.DISK
+
+
+def why_unusable(cache: TierCache, page: int) -> MissReason | None:
+    """Why a request cannot use a stored page, where it can be seen from the page itself."""
+    if page in cache.moves.holes:
+        return MissReason.CHECKSUM_FAILED
+    waits = cache.settings.prefetch is not PrefetchPolicy.BEST_EFFORT
+    if waits or cache.disk_health.reads_trouble or not cache.catalog.is_ready(Tier.DISK, page):
+        return None
+    return MissReason.DEADLINE
+
+
+def _weigh(cache: TierCache, path: np.ndarray, sources: np.ndarray, prompt_tokens: int) -> Decision:
+    """What would be decided on a stored prefix; to load all of it where nothing is weighed."""
     if cache.gate is None:
-        return path, sources, None
+        return Decision(int(path.size), int(path.size))
     now = cache.clock.now_seconds()
-    choice = cache.gate.decide(sources, prompt_tokens, now, cache.moves.loading_pages())
-    if choice.pages >= path.size:
-        return path, sources, None
-    return path[: choice.pages], sources[: choice.pages], choice.estimates
+    return cache.gate.decide(sources, prompt_tokens, now, cache.moves.loading_pages(path))

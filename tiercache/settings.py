@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tiercache.admission import AdmissionRule
 from tiercache.tenants import Quotas
-from tiercache.types import PageLayout, Tier
+from tiercache.types import PageLayout, PrefetchPolicy, Tier
 
 MOVE_BYTES = 12 << 20
 """Size of one move, and so of one transaction on DISK."""
@@ -45,15 +45,23 @@ class CacheSettings:
     """`write_through` copies pages down soon after they are inserted, `write_back` when they have
     to leave the tier they are on."""
     move_bytes: int = MOVE_BYTES
+    load_bytes: int | None = None
+    """Size of one move from HOST to DEVICE, whose layers come one group of all pages after the
+    other; None for that of all moves."""
+    computes_in_pages: bool = False
+    """Requests are computed in their DEVICE pages, so one that stores nothing needs them too."""
     open_writes: int = 4
     ghost_pages: int = 200_000
     explains: bool = False
     """Remember what has left, so that it can be told from what was never there."""
-    loads_adaptively: bool = False
-    """Load only what arrives sooner than it can be computed; otherwise whatever is stored."""
+    prefetch: PrefetchPolicy = PrefetchPolicy.WAIT
     quotas: Quotas = field(default_factory=dict)
     """Most pages of each tenant by tier; a tenant without an entry is not told from nobody."""
 
     @property
     def pages_per_move(self) -> int:
         return max(1, self.move_bytes // self.layout.page_bytes)
+
+    @property
+    def pages_per_load(self) -> int:
+        return max(1, (self.load_bytes or self.move_bytes) // self.layout.page_bytes)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -85,12 +85,16 @@ Job = Move | Erase
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished job. `outcomes[i]` tells of page i; an erase has one outcome for all."""
+    """A finished job. `outcomes[i]` tells of page i; an erase has one outcome for all.
+
+    `ended_seconds` is when it ended, on the monotonic clock; None stands for when that is heard of.
+    """
 
     job: Job
     outcomes: tuple[PageOutcome, ...]
     seconds: float
     error: str = ""
+    ended_seconds: float | None = None
 
 
 class MemoryPool(Protocol):
@@ -136,7 +140,8 @@ class Carrier:
         except Exception as fault:  # a worker lives on, whatever one job did to it
             error = f"{type(fault).__name__}: {fault}"
             outcomes = (PageOutcome.FAILED,) * _outcome_count(job)
-        return Completion(job, outcomes, time.perf_counter() - started, error)
+        seconds = time.perf_counter() - started
+        return Completion(job, outcomes, seconds, error, time.monotonic())
 
     def _move(self, move: Move) -> tuple[PageOutcome, ...]:
         if move.target is Tier.DISK:
@@ -174,19 +179,19 @@ class Carrier:
         return [(r, rows[slot]) for r, slot in zip(move.records, slots.tolist(), strict=True)]
 
     def carry_layers(self, moves: Sequence[Move]) -> list[Completion]:
-        """Several loads as one: the first layer group of all their pages, then the second."""
+        """Several loads as one: the first layer groups of all their pages, then the second."""
         started = time.perf_counter()
         errors: dict[int, str] = {}
-        for group in range(max(len(arrivals_of(move).groups) for move in moves)):
+        for groups in arrivals_of(moves[0]).groups.pieces:  # as all pages of a pool have them
             for move in moves:
                 if move.serial in errors:
                     continue
                 try:
-                    self._copy_group(move, group)
+                    self._copy_piece(move, groups)
                 except Exception as fault:  # a worker lives on, and so do the other loads
                     errors[move.serial] = f"{type(fault).__name__}: {fault}"
                     arrivals_of(move).fail(errors[move.serial])
-        seconds = time.perf_counter() - started
+        seconds, ended = time.perf_counter() - started, time.monotonic()
         share = seconds / sum(move.pages.size for move in moves)
         return [
             Completion(
@@ -195,17 +200,19 @@ class Carrier:
                 * move.pages.size,
                 share * move.pages.size,
                 errors.get(move.serial, ""),
+                ended,
             )
             for move in moves
         ]
 
-    def _copy_group(self, move: Move, group: int) -> None:
+    def _copy_piece(self, move: Move, groups: range) -> None:
         (hop,) = move.hops
-        part = arrivals_of(move).groups.bytes_of(group)
-        rows_in, rows_out = self._pools[move.source].rows, self._pools[hop.tier].rows
+        part = arrivals_of(move).groups.bytes_of_all(groups)
+        rows_in = self._pools[move.source].rows[:, part]
+        rows_out = self._pools[hop.tier].rows[:, part]
         for slot_in, slot_out in zip(move.source_slots.tolist(), hop.slots.tolist(), strict=True):
-            rows_out[slot_out, part] = rows_in[slot_in, part]
-        arrivals_of(move).arrive(group)
+            rows_out[slot_out] = rows_in[slot_in]
+        arrivals_of(move).arrive(groups[-1])
 
     def carry_erases(self, erases: Sequence[Erase]) -> list[Completion]:
         """Several erases as one: what costs is the commit, not the key."""
@@ -412,3 +419,11 @@ class ThreadedTransfers:
 def batches(pages: PageIds, pages_per_batch: int) -> list[PageIds]:
     """Cuts a run of pages into moves of bounded size, in order."""
     return [pages[i : i + pages_per_batch] for i in range(0, pages.size, pages_per_batch)]
+
+
+def cut(pages: PageIds, sizes: Iterator[int], *, from_end: bool = False) -> Iterator[PageIds]:
+    """Cuts a run of pages into moves of these sizes, in order or with the last pages first."""
+    while pages.size:
+        size = next(sizes)
+        yield pages[-size:] if from_end else pages[:size]
+        pages = pages[:-size] if from_end else pages[size:]

@@ -21,54 +21,50 @@ from typing import NamedTuple
 import numpy as np
 
 from tiercache.columns import grown, index
+from tiercache.runs import TOKEN, Run
 from tiercache.types import NO_PAGE, PageIds, Tokens
 
-_FIRST_TOKENS, _MORE_TOKENS = 8192, 65_536
+_FIRSTTOKENS, _MORETOKENS = 8192, 65_536
 """Tokens compared at a time: few at first, to stop early; then many, to amortise the calls."""
-
-_TOKEN = np.dtype(np.int32)
 
 RootName = tuple[bytes, int]
 """`(namespace fingerprint, generation)`: what has another root is never shared."""
 
-_NOTHING = np.empty(0, np.int32)
 _EMPTY_PAGES = np.empty(0, np.intp)
 
 
 def common_tokens(left: Tokens, right: Tokens) -> int:
     """Length of the longest common prefix of two int32 arrays."""
     limit = min(left.size, right.size)
-    start, width = 0, _FIRST_TOKENS
+    start, width = 0, _FIRSTTOKENS
     while start < limit:
         stop = min(start + width, limit)
         differs = left[start:stop] != right[start:stop]
         first = int(differs.argmax())
         if differs[first]:
             return start + first
-        start, width = stop, _MORE_TOKENS
+        start, width = stop, _MORETOKENS
     return limit
 
 
 class Node:
-    """A run of pages. Buffers grow by doubling, so a growing sequence appends in place, and are
-    exchanged for smaller ones when most of them is unused.
+    """A run of pages, or the part of one that splits have left it: `page_count` pages from `start`.
 
-    The parts of a node that was split go on using its buffers, each its own part of them. Tokens
-    lie in a bytearray, since that compares itself with an array without making another. `key` is
-    what the parent finds the node by: the bytes of its first page's tokens.
+    Where a node's part ends inside its run, one of its children has the next part; so what is
+    behind it in the run is a path down from here. `key` is what the parent finds the node by: the
+    bytes of its first page's tokens.
     """
 
     __slots__ = (
-        "_pages",
-        "_token_bytes",
-        "_token_offset",
         "children",
         "first_depth",
         "key",
         "name",
         "page_count",
         "parent",
+        "run",
         "serial",
+        "start",
     )
 
     def __init__(
@@ -76,6 +72,7 @@ class Node:
         serial: int,
         parent: Node | None,
         first_depth: int,
+        run: Run,
         key: bytes = b"",
         name: RootName | None = None,
     ) -> None:
@@ -84,59 +81,43 @@ class Node:
         self.key = key
         self.name = name
         self.first_depth = first_depth
+        self.run = run
+        self.start = 0
         self.page_count = 0
         self.children: dict[bytes, Node] = {}
-        self._pages = _NOTHING
-        self._token_bytes = bytearray()
-        self._token_offset = 0
 
-    def tokens(self, page_tokens: int) -> Tokens:
-        """The tokens of the run; a view, not to be written."""
-        count = self.page_count * page_tokens
-        return np.frombuffer(self._token_bytes, _TOKEN, count, self._token_offset)
+    @property
+    def stop(self) -> int:
+        """Where its part of the run ends."""
+        return self.start + self.page_count
 
-    def shared_pages(self, prompt: memoryview, start: int, page_bytes: int) -> int:
-        """How many whole pages the run has in common with the bytes of `prompt` from `start` on."""
-        stored, first = self._token_bytes, self._token_offset
-        ahead = prompt[start : start + self.page_count * page_bytes]
-        pages = len(ahead) // page_bytes
-        # Most walks go through most nodes to their ends, which one comparison of memory tells.
-        if stored.startswith(ahead, first):
-            return pages
-        same, differ = 0, pages + 1
-        while differ - same > 1:
-            middle = (same + differ) // 2
-            part = ahead[same * page_bytes : middle * page_bytes]
-            if stored.startswith(part, first + same * page_bytes):
-                same = middle
-            else:
-                differ = middle
-        return same
+    @property
+    def tokens(self) -> Tokens:
+        """Its tokens; a view, not to be written."""
+        return self.run.tokens(self.start, self.stop)
 
     @property
     def pages(self) -> PageIds:
-        if self.page_count == self._pages.size:
-            return self._pages
-        return self._pages[: self.page_count]
+        return self.run.ids[self.start : self.start + self.page_count]
 
-    def first_page(self, page_tokens: int) -> bytes:
+    @property
+    def first_page(self) -> bytes:
         """The bytes of the first page's tokens: the key, unless something is wrong."""
-        start = self._token_offset
-        return bytes(self._token_bytes[start : start + page_tokens * _TOKEN.itemsize])
+        return self.run.page_at(self.start)
 
-    def buffer_bytes(self, page_tokens: int) -> int:
-        """Bytes of the run's part of its buffers, unused ends included."""
-        return int(self._pages.nbytes) + int(self._pages.size) * page_tokens * _TOKEN.itemsize
+    @property
+    def last_page(self) -> int:
+        return int(self.pages[-1])
 
-    def without_bytes(self, page_tokens: int) -> Node:
-        """The run alone, linked to nothing; of its tokens only those of its first page."""
-        twin = Node(self.serial, None, self.first_depth, self.key, self.name)
-        twin.page_count, twin._pages = self.page_count, self.pages.copy()
-        twin._token_bytes = bytearray(self.first_page(page_tokens))
+    def without_bytes(self) -> Node:
+        """The node alone, linked to nothing; of its tokens only those of its first page."""
+        run = self.run.part(self.start, self.stop)
+        twin = Node(self.serial, None, self.first_depth, run, self.key, self.name)
+        twin.page_count = self.page_count
         return twin
 
     def index_of(self, page: int) -> int:
-        """Where in the run `page` is. Most runs are of ids that follow one another."""
+        """Which of the node's pages `page` is. Most runs are of ids that follow one another."""
         pages = self.pages
         guess = page - int(pages[0])
         if 0 <= guess < pages.size and pages[guess] == page:
@@ -145,51 +126,22 @@ class Node:
         assert pages[found] == page
         return found
 
-    @property
-    def last_page(self) -> int:
-        return int(self._pages[self.page_count - 1])
+    def append(self, tokens: Tokens, pages: PageIds) -> None:
+        assert self.stop == self.run.page_count, "what is behind a node in its run is below it"
+        self.run.append(tokens, pages)
+        self.page_count += pages.size
 
-    def append(self, tokens: Tokens, pages: PageIds, page_tokens: int) -> None:
-        needed = self.page_count + pages.size
-        if not self.page_count:
-            self._pages = pages.astype(np.int32)
-            self._token_bytes, self._token_offset = bytearray(tokens.data), 0
-            self.page_count = needed
-            return
-        if needed > self._pages.size:
-            self._resize(max(needed, 2 * self.page_count), page_tokens)
-        self._pages[self.page_count : needed] = pages
-        first, self.page_count = self.page_count, needed
-        self.tokens(page_tokens)[first * page_tokens :] = tokens
+    def drop_last(self) -> None:
+        """One page less."""
+        assert self.stop == self.run.page_count
+        self.page_count -= 1
+        self.run.truncate(self.stop)
 
-    def truncate(self, page_count: int, page_tokens: int) -> None:
-        self.page_count = page_count
-        if page_count < self._pages.size // 4:
-            self.fit(page_tokens)
-
-    @property
-    def shared_buffer(self) -> np.ndarray | None:
-        """The buffer of which this node uses a part, if it does not have one of its own."""
-        return self._pages.base
-
-    def fit(self, page_tokens: int) -> None:
-        """Takes buffers of its own, just large enough."""
-        self._resize(self.page_count, page_tokens)
-
-    def give_tail(self, tail: Node, head_pages: int, page_tokens: int) -> None:
+    def give_tail(self, tail: Node, head_pages: int) -> None:
         """Leaves everything behind its first `head_pages` pages to `tail`. Copies nothing."""
-        tail._token_bytes = self._token_bytes
-        tail._token_offset = self._token_offset + head_pages * page_tokens * _TOKEN.itemsize
-        tail._pages, self._pages = self._pages[head_pages:], self._pages[:head_pages]
+        assert tail.run is self.run
+        tail.start = self.start + head_pages
         tail.page_count, self.page_count = self.page_count - head_pages, head_pages
-
-    def _resize(self, capacity: int, page_tokens: int) -> None:
-        pages, tokens = self.pages, self.tokens(page_tokens)
-        self._pages = np.empty(capacity, np.int32)
-        self._token_bytes = bytearray(capacity * page_tokens * _TOKEN.itemsize)
-        self._token_offset = 0
-        self._pages[: self.page_count] = pages
-        self.tokens(page_tokens)[:] = tokens
 
 
 class Match(NamedTuple):
@@ -227,8 +179,9 @@ class Tree:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all nodes' buffers: tokens and page ids, unused ends included."""
-        return sum(node.buffer_bytes(self.page_tokens) for node in self._nodes.values())
+        """Bytes of all runs: tokens and page ids, unused ends included."""
+        runs = {id(node.run): node.run for node in self._nodes.values()}
+        return sum(run.buffer_bytes for run in runs.values())
 
     @property
     def node_count(self) -> int:
@@ -258,7 +211,7 @@ class Tree:
         assert self.contains(page), "a pinned path cannot leave the tree"
         node = self._nodes[int(self._node_of[page])]
         taken = node.index_of(page) + 1
-        rest = node.tokens(self.page_tokens)[taken * self.page_tokens :]
+        rest = node.tokens[taken * self.page_tokens :]
         more = common_tokens(rest, tokens) // self.page_tokens
         if taken + more < node.page_count:
             pages = node.pages[taken : taken + more].astype(np.intp)
@@ -269,27 +222,37 @@ class Tree:
         )
 
     def _walk(self, node: Node, tokens: Tokens) -> Match:
-        """Goes down from the end of `node`."""
+        """Goes down from the end of `node`.
+
+        A child has the next part of a run or the first of another. Where it has the next part, the
+        walk looks at all that is left of the run, and finds the node it comes to by its page.
+        """
         # In bytes, which are what children are found by, and quicker to cut and to compare.
-        whole = np.ascontiguousarray(tokens, _TOKEN).data
+        whole = np.ascontiguousarray(tokens, TOKEN).data
         prompt = whole.cast("B") if tokens.size else memoryview(b"")
-        page_bytes = self.page_tokens * _TOKEN.itemsize
+        page_bytes = self.page_tokens * TOKEN.itemsize
         at, taken, beyond = 0, node.page_count, False
-        runs: list[PageIds] = []
+        found: list[PageIds] = []
         while node.children and not beyond:
             child = node.children.get(bytes(prompt[at : at + page_bytes]))
             if child is None:
                 beyond = True
                 break
-            node = child
-            taken = child.shared_pages(prompt, at, page_bytes)
+            run, start = child.run, child.start
+            stop = run.page_count if run is node.run else start + child.page_count
+            taken = run.shared_pages(start, stop, prompt, at)
+            part = run.ids[start : start + taken]
             at += taken * page_bytes
-            beyond = taken < child.page_count
-            runs.append(child.pages[:taken] if beyond else child.pages)
-        if len(runs) > 1:
-            pages = np.concatenate(runs, dtype=np.intp)
+            found.append(part)
+            node = child
+            if taken > child.page_count:
+                node = self._nodes[int(self._node_of[part[-1]])]
+                taken -= node.start - start
+            beyond = taken < node.page_count
+        if len(found) > 1:
+            pages = np.concatenate(found, dtype=np.intp)
         else:
-            pages = runs[0].astype(np.intp) if runs else _EMPTY_PAGES
+            pages = found[0].astype(np.intp) if found else _EMPTY_PAGES
         return Match(pages, node, taken, beyond)
 
     def end_at(self, page: int) -> Match:
@@ -318,13 +281,13 @@ class Tree:
         """The tokens of one page, int32 `[page_tokens]`; a view, not to be written."""
         node = self._nodes[int(self._node_of[page])]
         start = node.index_of(page) * self.page_tokens
-        return node.tokens(self.page_tokens)[start : start + self.page_tokens]
+        return node.tokens[start : start + self.page_tokens]
 
     def run_tokens(self, pages: PageIds) -> Tokens:
         """The tokens of a run of pages that lie in one node, one after the other; a view."""
         node = self._nodes[int(self._node_of[pages[0]])]
         start = node.index_of(int(pages[0])) * self.page_tokens
-        return node.tokens(self.page_tokens)[start : start + pages.size * self.page_tokens]
+        return node.tokens[start : start + pages.size * self.page_tokens]
 
     def is_leaf(self, page: int) -> bool:
         node = self._nodes[int(self._node_of[page])]
@@ -365,7 +328,7 @@ class Tree:
         """
         assert pages.size > 0
         assert tokens.size == pages.size * self.page_tokens
-        assert tokens.dtype == _TOKEN
+        assert tokens.dtype == TOKEN
         node = match.node
         if match.node_pages < node.page_count:
             self._split(node, match.node_pages)
@@ -375,10 +338,7 @@ class Tree:
             child = self._new_node(node, node.first_depth + node.page_count, key)
             node.children[key] = child
             node = child
-        buffer = node.shared_buffer
-        node.append(tokens, pages, self.page_tokens)
-        if buffer is not None:
-            self._settle_buffer(node, buffer)
+        node.append(tokens, pages)
         self._own(pages, node)
         return node
 
@@ -398,19 +358,14 @@ class Tree:
             if node.children or node.last_page != page:
                 continue
             removed.append(page)
-            buffer = node.shared_buffer
-            if node.page_count == 1:
+            node.drop_last()
+            if not node.page_count:
                 self._detach(node)
-                if buffer is None:
-                    continue
-            node.truncate(node.page_count - 1, self.page_tokens)
-            if buffer is not None:
-                self._settle_buffer(node, buffer)
         self._node_of[removed] = NO_PAGE
         return np.array(removed, np.int32)
 
     def _detach(self, node: Node) -> None:
-        """Takes a node out that is about to be empty, and its root if nothing else is there."""
+        """Takes an empty node out, and its root if nothing else is there."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -420,22 +375,12 @@ class Tree:
             del self._roots[parent.name]
             del self._nodes[parent.serial]
 
-    def _settle_buffer(self, node: Node, buffer: np.ndarray) -> None:
-        """After a change of `node`: if it left `buffer`, those who still have parts of it leave it
-        too, so that nothing is kept for the sake of a part. They are its ancestors."""
-        if node.shared_buffer is buffer:
-            return
-        above = node.parent
-        while above is not None and above.shared_buffer is buffer:
-            above.fit(self.page_tokens)
-            above = above.parent
-
     def _split(self, node: Node, head_pages: int) -> None:
         """Cuts `node` after `head_pages` (≥ 1) pages; the tail takes over the children."""
         assert 1 <= head_pages < node.page_count
-        tail = self._new_node(node, node.first_depth + head_pages)
-        node.give_tail(tail, head_pages, self.page_tokens)
-        tail.key = tail.first_page(self.page_tokens)
+        tail = self._new_node(node, node.first_depth + head_pages, run=node.run)
+        node.give_tail(tail, head_pages)
+        tail.key = tail.first_page
         tail.children = node.children
         for child in tail.children.values():
             child.parent = tail
@@ -448,8 +393,10 @@ class Tree:
         first_depth: int,
         key: bytes = b"",
         name: RootName | None = None,
+        run: Run | None = None,
     ) -> Node:
-        node = Node(self._next_serial, parent, first_depth, key, name)
+        run = run or Run(self.page_tokens)
+        node = Node(self._next_serial, parent, first_depth, run, key, name)
         self._nodes[node.serial] = node
         self._next_serial += 1
         return node
@@ -478,7 +425,7 @@ class Tree:
         twin = Tree(self.page_tokens)
         twin._node_of = self._node_of.copy()
         for serial, node in self._nodes.items():
-            twin._nodes[serial] = node.without_bytes(self.page_tokens)
+            twin._nodes[serial] = node.without_bytes()
         for serial, node in self._nodes.items():
             children = {key: twin._nodes[child.serial] for key, child in node.children.items()}
             twin._nodes[serial].children = children
@@ -490,7 +437,6 @@ class Tree:
     def check(self) -> list[str]:
         """I1 (tree side): every page is in exactly one node, and links agree both ways."""
         problems: list[str] = []
-        page_tokens = self.page_tokens
         placed = 0
         for node in self._nodes.values():
             placed += node.page_count
@@ -500,10 +446,11 @@ class Tree:
                 problems.append(f"I1 a page of node {node.serial} points elsewhere")
             if node.parent is not None and not pages.size:
                 problems.append(f"I1 node {node.serial} is empty")
+            below = [child for child in node.children.values() if child.run is node.run]
+            if [child.start for child in below] != [node.stop] * (node.stop < node.run.page_count):
+                problems.append(f"I1 what is behind node {node.serial} in its run is not below it")
             for key, child in node.children.items():
-                if child.parent is not node or not key == child.key == child.first_page(
-                    page_tokens
-                ):
+                if child.parent is not node or not key == child.key == child.first_page:
                     problems.append(f"I1 child {child.serial} of node {node.serial} is misfiled")
                 if child.first_depth != node.first_depth + pages.size:
                     problems.append(f"I1 child {child.serial} has a wrong depth")

@@ -54,6 +54,17 @@ class SlotState(IntEnum):
     RETIRING = 3
 
 
+class PrefetchPolicy(StrEnum):
+    """What is done for a request whose stored prefix is not all on DEVICE."""
+
+    BEST_EFFORT = "best_effort"
+    """It goes on at once with what has come to DEVICE and HOST by then."""
+    WAIT = "wait"
+    """It waits for whatever is stored, up to its deadline."""
+    ADAPTIVE = "adaptive"
+    """It waits for what, as measured, arrives sooner than it can be computed."""
+
+
 class MissReason(StrEnum):
     """Why a prompt token had to be computed. A closed list shared by metrics and explanations."""
 

@@ -35,11 +35,12 @@ def enter(cache: TierCache, settled: Settled) -> None:
     """Tells whoever asked for the move, and forgets pages that it left without a copy."""
     move = settled.move
     if cache.gate is not None and move.target < move.source and settled.arrived.size:
-        cache.gate.saw_load(
+        ended = settled.ended_seconds
+        cache.gate.speeds.saw(
             move.source,
             int(settled.arrived.size),
             settled.seconds,
-            cache.clock.now_seconds(),
+            cache.clock.now_seconds() if ended is None else ended,
         )
     queue = cache.writes.get(settled.move.target)
     if queue is not None and settled.move.source < settled.move.target:

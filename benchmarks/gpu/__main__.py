@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu [--rehearse] [--out FILE] [--only PART …] [--seconds 280]
 
-Ends with 1 when a part that could run failed or missed a goal of correctness; missed goals of speed
-are told and do not fail.
+Ends with 1 when a part failed, missed a goal of correctness or could not be run; missed goals of
+speed are told and do not fail.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tiercache.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = (
@@ -31,12 +35,15 @@ PACKAGES = (
 )  # fmt: skip
 PARTS: dict[str, tuple[str, str]] = {
     "answers": ("benchmarks.gpu.answers", "like_a_processor"),
-    "bytes": ("benchmarks.gpu.copies", "bytes_come_back"),
+    "bytes": ("benchmarks.gpu.round_trip", "bytes_come_back"),
     "copies": ("benchmarks.gpu.copies", "bandwidth"),
     "kernel": ("benchmarks.gpu.attention", "kernel_time"),
     "ttft": ("benchmarks.gpu.serving", "time_to_first_token"),
     "decode": ("benchmarks.gpu.serving", "decoding"),
 }
+MISSING = (ImportError, ConfigError)
+"""What says that something is not there, by name: the part is not run."""
+SHOWN_BY_PARTS = ROOT / "tests/gpu/test_served.py"
 CORRECTNESS = ("tests", "answers", "bytes")
 
 
@@ -45,7 +52,8 @@ def main() -> int:
     os.environ["TRITON_INTERPRET"] = "1" if options.rehearse else "0"
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
-    failed = []
+    failed: list[str] = []
+    not_run: list[str] = []
     machine = _machine(options.rehearse)
     print(f"{machine['device']}, {machine['platform']}")
     print(_columns([[name, version] for name, version in machine["versions"].items()]), flush=True)
@@ -53,6 +61,7 @@ def main() -> int:
         left = options.seconds - (time.monotonic() - started)
         if left <= 0:
             rows.append(_line(name, "not run", f"the {options.seconds} s are used up"))
+            not_run.append(name)
             continue
         begun = time.monotonic()
         try:
@@ -63,21 +72,27 @@ def main() -> int:
                 print(f"  {row['part']}: {row['what']} = {row['value']} {row['unit']}", flush=True)
                 if row["met"] is False and name in CORRECTNESS:
                     failed.append(name)
-        except ImportError as error:
-            rows.append(_line(name, "not run", f"{error}"))
+        except MISSING as error:
+            rows.append(_line(name, "not run", f"{error}".splitlines()[0]))
+            not_run.append(name)
         except Exception as error:  # the other parts are run all the same
             traceback.print_exc()
-            rows.append(_line(name, "failed", f"{type(error).__name__}: {error}"))
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            rows.append(_line(name, "failed", said[:200]))
             failed.append(name)
         rows.append(_line(name, "took", round(time.monotonic() - begun, 1), "s"))
+    rows.append(_line("all", "took", round(time.monotonic() - started, 1), "s"))
     _print(rows)
     if options.out is not None:
-        result = {"rehearsal": options.rehearse, "machine": machine, "rows": rows, "failed": failed}
+        result = {
+            "rehearsal": options.rehearse, "machine": machine, "rows": rows, "failed": failed,
+            "not_run": not_run,
+        }  # fmt: skip
         options.out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {options.out}")
     if options.rehearse:
         print("This was a rehearsal on a processor: its figures mean nothing.")
-    return 1 if failed else 0
+    return 1 if failed or not_run else 0
 
 
 def _options() -> argparse.Namespace:
@@ -89,59 +104,106 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _parts(
-    options: argparse.Namespace,
-) -> Iterator[tuple[str, Callable[[float], Iterator[dict[str, Any]]]]]:
-    if not options.only or "tests" in options.only:
-        yield "tests", lambda left: _tests(options.rehearse, left)
-    for name, (module, function) in PARTS.items():
-        if not options.only or name in options.only:
-            yield name, lambda _left, m=module, f=function: _run(m, f, options.rehearse)  # type: ignore[misc]
+Part = Callable[[float], Iterator[dict[str, Any]]]
+"""Gets the seconds that are left, gives rows as they come."""
 
 
-def _run(module: str, function: str, rehearses: bool) -> Iterator[dict[str, Any]]:
+def _parts(options: argparse.Namespace) -> Iterator[tuple[str, Part]]:
+    """Tests run beside the parts that measure no time, and are over before the others begin."""
+    wanted = options.only or ["tests", *PARTS]
+    tests = Tests(options.rehearse) if "tests" in wanted else None
+    try:
+        for name, (module, function) in PARTS.items():
+            if tests is not None and name not in CORRECTNESS:
+                yield "tests", tests.results
+                tests = None
+            if name in wanted:
+                yield name, partial(_run, module, function, options.rehearse)
+        if tests is not None:
+            yield "tests", tests.results
+    finally:
+        if tests is not None:
+            tests.stop()
+
+
+def _run(
+    module: str, function: str, rehearses: bool, left_seconds: float
+) -> Iterator[dict[str, Any]]:
+    import torch
+
     from benchmarks.gpu.ground import Ground
 
+    if rehearses:
+        torch.set_num_threads(1)  # small products, and others are at work on this machine
     part = getattr(importlib.import_module(module), function)
-    ground = Ground(rehearses=rehearses)
-    for row in part(ground):
-        yield asdict(row)
-    if not rehearses:
-        import torch
+    ground = Ground(rehearses=rehearses, seconds=left_seconds)
+    try:
+        for row in part(ground):
+            yield asdict(row)
+    finally:
+        if not rehearses:
+            ground.forget()
+            torch.cuda.empty_cache()
 
-        ground.forget()
-        torch.cuda.empty_cache()
+
+class Tests:
+    """The tests that need a GPU, each file in a process of its own; a rehearsal collects them.
+
+    What the parts `answers` and `bytes` show is left out.
+    """
+
+    def __init__(self, rehearses: bool) -> None:
+        files = sorted(set((ROOT / "tests/gpu").glob("test_*.py")) - {SHOWN_BY_PARTS})
+        self._running = {path.stem: _pytest(path, rehearses) for path in files}
+
+    def results(self, left_seconds: float) -> Iterator[dict[str, Any]]:
+        deadline = time.monotonic() + min(120.0, left_seconds)
+        try:
+            for name, process in self._running.items():
+                yield self._result(name, process, deadline - time.monotonic())
+        finally:
+            self.stop()
+
+    def _result(
+        self, name: str, process: subprocess.Popen[str], left_seconds: float
+    ) -> dict[str, Any]:
+        """Raises ImportError for a package that is missing."""
+        try:
+            said, _ = process.communicate(timeout=max(0.1, left_seconds))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = process.communicate()[0] + "\ndid not end in time"
+        missing = re.search(r"No module named '?([\w.]+)", said)
+        if process.returncode and missing:
+            raise ImportError(f"tests need the package {missing[1]}")
+        if process.returncode:
+            print(said[-6000:])
+        last = (said.strip().splitlines() or ["nothing said"])[-1]
+        passed = process.returncode == 0
+        return _line("tests", f"tests that need a GPU, {name}", last, "", "all pass", passed)
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
 
-def _tests(rehearses: bool, left_seconds: float) -> Iterator[dict[str, Any]]:
-    """The tests that need a GPU; a rehearsal only collects them."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "tests/gpu",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "default",  # the machine's own packages may warn of what they like
-    ]
+def _pytest(path: Path, rehearses: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pytest", "-q", str(path), "-m", "gpu"]
+    command += ["-p", "no:cacheprovider"]
+    command += ["-W", "default"]  # the machine's own packages may warn of what they like
+    command += ["-o", "addopts="]  # and it may lack a plugin that our settings speak of
     if rehearses:
         command.append("--collect-only")
-    done = subprocess.run(
+    return subprocess.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=min(120.0, left_seconds),
     )
-    last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]])[-1]
-    if done.returncode:
-        print(done.stdout[-6000:], done.stderr[-2000:])
-    yield _line("tests", "tests that need a GPU", last, "", "all pass", done.returncode == 0)
 
 
 def _line(

@@ -1,68 +1,147 @@
-"""Tokens and logits on the GPU beside those of a processor, with the same weights."""
+"""Tokens and logits of a served engine on the GPU beside a processor's, with the same weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.ground import Ground, Row
-from engine.devices.choose import choose_attention
-from engine.devices.paged import PagedCopy, PagedRunner
+from benchmarks.gpu.ground import ANSWERS, Ground, Row
+from benchmarks.gpu.served import Served, Sizes, loaded
 from engine.models import LoadedModel
 from engine.runner import ModelRunner, Segment
 from engine.working_copy import WorkingCopyPool
-from tiercache.types import PageLayout
+from tiercache.types import Tier, Tokens
 
 NEAR_TIE = 1e-3
 """Answers may part where the two best logits are closer than this."""
-PROMPT_TOKENS, ANSWER_TOKENS, PAGE_TOKENS = 200, 24, 16
+PREFIX_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, PROMPTS = 200, 20, 24, 4
 BF16_FACTOR = 2.0
 """bfloat16 on the GPU may err by so many times what it errs by on a processor."""
+STATES: tuple[tuple[str, tuple[Tier, ...]], ...] = (
+    ("cold", ()),
+    ("DEVICE", ()),
+    ("HOST", (Tier.DEVICE,)),
+    ("DISK", (Tier.DEVICE, Tier.HOST)),
+)
+"""Where the prompts are, and what is emptied to get there."""
 
 
 def like_a_processor(ground: Ground) -> Iterator[Row]:
-    """float32 tokens up to the first near tie, and bfloat16 logits within a bound.
+    """float32 tokens up to the first near tie, and bfloat16 logits within a bound, from each tier.
 
     All models have the same weights, which bfloat16 holds exactly.
     """
-    rng = np.random.default_rng(3)
-    prompt = rng.integers(3, 255, PROMPT_TOKENS).astype(np.int32)
-    answer, logits = _on_processor(_small_model(torch.float32), prompt, [])
-    got = _in_pages(ground, _small_model(torch.float32), prompt, answer)
-    parted = 0
-    for index, (have, want) in enumerate(zip(got, logits, strict=True)):
-        best, second = want.topk(2).values.tolist()
-        if best - second < NEAR_TIE:
-            break
-        parted += int(have.argmax()) != answer[index]
-    what = "float32 tokens that differ before a near tie"
-    yield Row("answers", what, parted, "", "0", not parted)
+    ground.require()
+    prompts = _prompts(ground)
+    exact = _model(torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = _served(ground, exact, prompts, Path(folder), on_processor=True)["cold"].tokens
+    with tempfile.TemporaryDirectory() as folder:
+        found = _served(ground, _model(torch.float32), prompts, Path(folder))
+    ties = [_first_tie(exact, p, answer) for p, answer in zip(prompts, wanted, strict=True)]
+    compared = sum(ties)
+    yield Row("answers", "float32 tokens before a near tie", compared, "", "> 0", compared > 0)
+    for state, heard in found.items():
+        parted = sum(
+            have != want
+            for got, answer, tie in zip(heard.tokens, wanted, ties, strict=True)
+            for have, want in zip(got[:tie], answer[:tie], strict=True)
+        )
+        what = f"float32 tokens that differ before it, {state}"
+        yield Row("answers", what, parted, "", "0", not parted)
+        hits = heard.hit_tokens
+        yield Row("answers", f"prompt tokens that came from a tier, {state}", hits)
+    yield from _narrow(ground, exact, prompts)
 
-    _, here = _on_processor(_small_model(torch.bfloat16), prompt, answer)
-    there = _in_pages(ground, _small_model(torch.bfloat16), prompt, answer)
-    usual, error = _error(here, logits), _error(there, logits)
+
+def _narrow(ground: Ground, exact: LoadedModel, prompts: Sequence[Tokens]) -> Iterator[Row]:
+    """bfloat16: the first token's logits of each prompt."""
+    right = [_logits(exact, prompt)[-1] for prompt in prompts]
+    here = _model(torch.bfloat16)
+    usual = _error([_logits(here, prompt)[-1] for prompt in prompts], right)
     bound = BF16_FACTOR * usual
-    what = "bfloat16 logit error, relative"
-    yield Row("answers", what, round(error, 5), "", f"<= {bound:.5f}", error <= bound)
+    with tempfile.TemporaryDirectory() as folder:
+        found = _served(ground, _model(torch.bfloat16), prompts, Path(folder), max_tokens=1)
+    for state, heard in found.items():
+        error = _error(heard.logits, right)
+        what = f"bfloat16 logit error, relative, {state}"
+        yield Row("answers", what, round(error, 5), "", f"<= {bound:.5f}", error <= bound)
 
 
-def _error(have: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    """Root mean square of the difference, over that of what it should be."""
-    difference = torch.stack(have) - torch.stack(want)
-    return float(difference.square().mean().sqrt() / torch.stack(want).square().mean().sqrt())
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What an engine answered in one state of its cache."""
+
+    tokens: list[tuple[int, ...]]
+    logits: list[torch.Tensor]
+    """Before each token that was chosen."""
+    hit_tokens: int
 
 
-def _small_model(dtype: torch.dtype) -> LoadedModel:
+class Overheard:
+    """A runner whose logits are kept."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.logits: list[torch.Tensor] = []
+
+    def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+        logits: torch.Tensor = self._runner.forward(segments)
+        self.logits += list(logits.cpu().clone())
+        return logits
+
+
+def _served(
+    ground: Ground,
+    model: LoadedModel,
+    prompts: Sequence[Tokens],
+    folder: Path,
+    *,
+    max_tokens: int = ANSWER_TOKENS,
+    on_processor: bool = False,
+) -> dict[str, Heard]:
+    """Every prompt, one after the other, in each state of an engine's cache."""
+    tokens = 2 * PROMPTS * (PREFIX_TOKENS + QUESTION_TOKENS + ANSWER_TOKENS)
+    sizes = Sizes(device=tokens, chunk=64, engine={"poison_freed_pages": not on_processor})
+    if not on_processor:
+        sizes = Sizes(tokens, tokens, tokens, 64, engine=sizes.engine)
+    found = {}
+    with Served(ground, model, folder, sizes, on_processor=on_processor) as served:
+        steps = served.engine._turns._steps
+        steps._runner = overheard = Overheard(steps._runner)  # type: ignore[assignment]
+        for state, emptied in STATES[:1] if on_processor else STATES:
+            served.evict(*emptied)
+            overheard.logits = []
+            answers = [served.ask(prompt, max_tokens, store=True).wait() for prompt in prompts]
+            hits = sum(answer.usage.cached_tokens for answer in answers)
+            found[state] = Heard([one.token_ids for one in answers], overheard.logits, hits)
+    return found
+
+
+def _prompts(ground: Ground) -> list[Tokens]:
+    """Behind one shared prefix, each with a question of its own."""
+    rng = np.random.default_rng(3)
+    prefix = rng.integers(3, ANSWERS.vocabulary, PREFIX_TOKENS)
+    count = 2 if ground.rehearses else PROMPTS
+    questions = rng.integers(3, ANSWERS.vocabulary, (count, QUESTION_TOKENS))
+    return [np.concatenate([prefix, question]).astype(np.int32) for question in questions]
+
+
+def _model(dtype: torch.dtype) -> LoadedModel:
     """The same random weights each time, of a shape that the kernels serve."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    dims = ANSWERS
     config = LlamaConfig(
-        vocab_size=256, hidden_size=384, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
+        vocab_size=dims.vocabulary, hidden_size=dims.hidden, intermediate_size=dims.intermediate,
+        num_hidden_layers=dims.layers, num_attention_heads=dims.heads,
+        num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim, max_position_embeddings=512,
         initializer_range=0.1, attn_implementation="tiercache",
     )  # fmt: skip
     torch.manual_seed(11)
@@ -70,62 +149,30 @@ def _small_model(dtype: torch.dtype) -> LoadedModel:
     return loaded(model, dtype)
 
 
-def loaded(model: Any, dtype: torch.dtype) -> LoadedModel:
-    """A LoadedModel of which only the computing parts are there."""
-    config = model.config
-    return LoadedModel(
-        model=model,
-        tokenizer=None,  # type: ignore[arg-type]
-        name="random",
-        layout_fields={
-            "layers": config.num_hidden_layers,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
-        max_context_tokens=config.max_position_embeddings,
-        eos_token_ids=frozenset(),
-        vocabulary_size=config.vocab_size,
-        identity={},
-    )
-
-
-def _on_processor(
-    model: LoadedModel, prompt: np.ndarray, given: list[int]
-) -> tuple[list[int], list[torch.Tensor]]:
-    """The tokens of `given`, or the likeliest, and the logits before each."""
-    copy = WorkingCopyPool(model.page_layout(PAGE_TOKENS), 512).acquire(300)
+def _logits(model: LoadedModel, tokens: Tokens, last: int = 1) -> list[torch.Tensor]:
+    """A processor's logits behind each of the last `last` tokens."""
+    copy = WorkingCopyPool(model.page_layout(16), 512).acquire(400)
     assert copy is not None
-    runner, tokens, position = ModelRunner(model), prompt, 0
-    answer: list[int] = []
-    logits = []
-    for index in range(ANSWER_TOKENS):
-        row = runner.forward([Segment(copy, tokens, position, True)])[0]
-        logits.append(row)
-        answer.append(given[index] if given else int(row.argmax()))
-        position += len(tokens)
-        tokens = np.array(answer[-1:], np.int32)
-    return answer, logits
+    runner, first = ModelRunner(model), len(tokens) - last
+    rows = [runner.forward([Segment(copy, tokens[: first + 1], 0, True)])[0]]
+    for position in range(first + 1, len(tokens)):
+        segment = Segment(copy, tokens[position : position + 1], position, True)
+        rows.append(runner.forward([segment])[0])
+    return rows
 
 
-def _in_pages(
-    ground: Ground, model: LoadedModel, prompt: np.ndarray, answer: list[int]
-) -> list[torch.Tensor]:
-    """Logits at each token of `answer`, in chunks of 64, out of a pool full of NaN."""
-    layout: PageLayout = model.page_layout(PAGE_TOKENS)
-    model.model.to(ground.torch_device)
-    pool = torch.full(
-        (40, *layout.shape), torch.nan, device=ground.torch_device,
-        dtype=getattr(torch, layout.dtype),
-    )  # fmt: skip
-    name = "gather" if ground.rehearses else "auto"  # interpreted kernels would take minutes
-    attention = choose_attention(model, layout, ground.torch_device, name)
-    runner, copy, logits = PagedRunner(model, pool, attention), PagedCopy(), []
-    copy.slots = np.random.default_rng(0).permutation(40)[:20].astype(np.int32)
+def _first_tie(model: LoadedModel, prompt: Tokens, answer: Sequence[int]) -> int:
+    """How many tokens of the answer come before the two best logits are close."""
     sequence = np.concatenate([prompt, np.array(answer[:-1], np.int32)])
-    edges = [*range(0, PROMPT_TOKENS, 64), *range(PROMPT_TOKENS, len(sequence) + 1)]
-    for begin, end in pairwise(edges):
-        segment = Segment(copy, sequence[begin:end], begin, end >= PROMPT_TOKENS)  # type: ignore[arg-type]
-        found = runner.forward([segment])
-        logits += list(found.cpu())
-    return logits
+    for index, row in enumerate(_logits(model, sequence, last=len(answer))):
+        best, second = row.topk(2).values.tolist()
+        if best - second < NEAR_TIE:
+            return index
+    return len(answer)
+
+
+def _error(have: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    """Root mean square of the difference, over that of what it should be."""
+    wanted = torch.stack(list(want))
+    difference = torch.stack(list(have)) - wanted
+    return float(difference.square().mean().sqrt() / wanted.square().mean().sqrt())

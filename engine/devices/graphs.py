@@ -50,14 +50,19 @@ class CudaRecorder:
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         # Kernels are built and libraries wake up outside the recording, on a stream of its own.
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
+        before = torch.cuda.current_stream()
+        side.wait_stream(before)
         with torch.cuda.stream(side):
             work()
-        torch.cuda.current_stream().wait_stream(side)
+        before.wait_stream(side)
         graph: Any = torch.cuda.CUDAGraph()
-        # Workers copy pages meanwhile, which is none of the recording's business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            # Workers copy pages meanwhile, which is none of the recording's business.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work()
+        except BaseException:
+            torch.cuda.set_stream(before)  # torch goes on in the stream of a recording that failed
+            raise
         self._pool = self._pool or graph.pool()
         return graph.replay, result
 

@@ -64,24 +64,16 @@ class PagedCopy:
 
 
 class PagedCopyPool:
-    """Stands where the pool of working copies does; there is always another.
-
-    `look` is called at each coming and going: what has to be done with free pages is done then.
-    """
+    """Stands where the pool of working copies does; there is always another."""
 
     capacity_tokens = 0
     used_bytes = 0
 
-    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
-        self._look = look
-
     def acquire(self, _tokens: int) -> PagedCopy:
-        self._look()
         return PagedCopy()
 
     def release(self, copy: PagedCopy) -> None:
         copy.slots = copy.slots[:0]
-        self._look()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +125,18 @@ class PagedRunner:
         pool: torch.Tensor,
         attention: PagedAttention,
         graphs: DecodeGraphs | None = None,
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
-        """pool is `[slots, layers, 2, page_tokens, kv_heads, head_dim]`, where the model is."""
+        """pool is `[slots, layers, 2, page_tokens, kv_heads, head_dim]`, where the model is.
+
+        `rest` waits for what is computed: who asks for logits waits for those, and a step that
+        gives none would otherwise seem to have taken no time.
+        """
         self._loaded = loaded
         self._pool = pool
         self._attention = attention
         self._graphs = graphs
+        self._rest = rest
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @torch.inference_mode()
@@ -168,6 +166,8 @@ class PagedRunner:
             batch,
             waits,
         )
+        if not wanted.size:
+            self._rest()
         return logits.float()
 
     def compute(

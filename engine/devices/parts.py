@@ -33,11 +33,13 @@ from tiercache.tiers.memory import ArrayPool
 from tiercache.tiers.open_device import open_device
 from tiercache.tiers.store import PageStore
 from tiercache.transfer import Carrier, MemoryPool, ThreadedTransfers, Transfers
-from tiercache.types import PageLayout, SlotState, Tier
+from tiercache.types import PageLayout, Slots, Tier
 
 log = logging.getLogger("tiercache")
 
 _WRITERS = 1
+_LOAD_BYTES = 16 << 30
+"""More than a prefix has: the first layers of all its pages come before the second ones."""
 _GPU_PREFERS = "bfloat16"
 
 
@@ -45,6 +47,8 @@ class Parts(Protocol):
     """See the module. Methods are called once each, in this order."""
 
     needs_working_copies: bool
+    load_bytes: int
+    """Size of one move from HOST to DEVICE."""
 
     @property
     def device(self) -> Device: ...
@@ -98,12 +102,13 @@ class CpuParts:
     """See `Parts`."""
 
     needs_working_copies = True
+    load_bytes = MOVE_BYTES
 
     def __init__(self, device: CpuDevice) -> None:
         self.device = device
 
     def model_options(self, config: Config) -> dict[str, Any]:
-        return {"dtype": config.model.dtype}
+        return {"dtype": config.model.dtype, "pack_weights": config.engine.pack_weights}
 
     def place_model(self, model: LoadedModel) -> None:
         """It is there."""
@@ -145,10 +150,15 @@ class PagedParts:
     """See `Parts`. `attention` names the back end where that is not left to the configuration."""
 
     needs_working_copies = False
+    load_bytes = _LOAD_BYTES
 
     def __init__(self, device: Device, attention: str = "") -> None:
         self.device = device
         self._attention = attention
+        self.pool: torch.Tensor | None = None
+        """DEVICE, once it is there."""
+        self.host: MemoryPool | None = None
+        """HOST, if it is on."""
         self._layout: PageLayout | None = None
         self._carrier: DeviceCarrier | None = None
 
@@ -163,8 +173,8 @@ class PagedParts:
         self, capacity_pages: int, layout: PageLayout, host: MemoryPool | None
     ) -> tuple[torch.Tensor, dict[Tier, MemoryPool]]:
         """DEVICE has no rows that a processor could read."""
-        self._layout = layout
-        pool = self.device.allocate_pool(capacity_pages, layout)
+        self._layout, self.host = layout, host
+        pool = self.pool = self.device.allocate_pool(capacity_pages, layout)
         if host is None:
             return pool, {}
         self.device.register_host(host.rows)
@@ -204,8 +214,9 @@ class PagedParts:
         graphs = None
         if config.engine.decode_graphs and self.device.name == "cuda":
             graphs = decode_graphs(config, model, attention)
-        poisoner = Poisoner(cache, self.device) if config.engine.poison_freed_pages else None
-        copies: Any = PagedCopyPool(poisoner.poison if poisoner else lambda: None)
+        if config.engine.poison_freed_pages:
+            poison_what_is_freed(cache, self.device)
+        copies: Any = PagedCopyPool()
         return PagedTurns(
             model,
             cache,
@@ -214,8 +225,9 @@ class PagedParts:
             layout,
             settings,
             clock,
-            PagedRunner(model, pool, attention, graphs),
+            PagedRunner(model, pool, attention, graphs, self.device.rest),
             before_layer=self._carrier.before_layer,
+            device=self.device,
         )
 
 
@@ -235,15 +247,15 @@ def decode_graphs(
     )
 
 
-class Poisoner:
-    """Fills DEVICE pages that have become free since it last looked. For debugging: it is slow."""
+def poison_what_is_freed(cache: TierCache, device: Device) -> None:
+    """Fills DEVICE pages at the moment they become free, and those that are. Slow: for debugging.
 
-    def __init__(self, cache: TierCache, device: Device) -> None:
-        self._columns = cache.catalog.tiers[Tier.DEVICE]
-        self._device = device
-        self._was_free = np.zeros(self._columns.pool_pages, np.bool_)
+    At that moment and no later: a page that is taken again at once has been poisoned in between.
+    """
 
-    def poison(self) -> None:
-        is_free = self._columns.slot_state == int(SlotState.FREE)
-        self._device.poison(np.flatnonzero(is_free & ~self._was_free).astype(np.int32))
-        self._was_free = is_free
+    def freed(tier: Tier, slots: Slots) -> None:
+        if tier is Tier.DEVICE:
+            device.poison(slots)
+
+    freed(Tier.DEVICE, np.arange(cache.catalog.tiers[Tier.DEVICE].pool_pages, dtype=np.int32))
+    cache.catalog.on_freed = freed

@@ -161,7 +161,7 @@ class TritonAttention:
             batch.page_table.stride(0), output.stride(0), output.stride(1), batch.tokens,
             HEADS=shape.heads, GROUPS=shape.groups, HEAD_DIM=shape.head_dim,
             BLOCK_D=shape.block_d, PAGE_TOKENS=shape.page_tokens,
-            BLOCK_M=block_m, BLOCK_N=shape.keys, SPLITS=splits,
+            BLOCK_M=block_m, BLOCK_N=shape.keys, IS_SPLIT=splits > 1,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             WIDEN=_INTERPRETED and query.dtype == torch.bfloat16,
             num_warps=warps(block_m), num_stages=STAGES,
@@ -171,5 +171,5 @@ class TritonAttention:
                 partial, lse, output, rows,
                 output.stride(0), output.stride(1), batch.tokens,
                 HEADS=shape.heads, HEAD_DIM=shape.head_dim, BLOCK_D=shape.block_d,
-                SPLITS=splits, BLOCK_S=splits, num_warps=4,
+                SPLITS=splits, num_warps=4,
             )  # fmt: skip

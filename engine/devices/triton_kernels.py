@@ -9,6 +9,10 @@ Scores and sums are float32; masked keys are never read, so what lies outside li
 anything. The softmax is computed block by block (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao
 et al. 2022, arXiv:2205.14135), long contexts are cut into splits that are merged by their
 log-sum-exp (Dao et al. 2023, Flash-Decoding).
+
+A kernel is compiled for each set of constants, and by Triton's habit again for numbers that are 1
+or a multiple of 16. So what changes from batch to batch is neither: a batch never seen before must
+not wait for a compiler.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ def write_kernel(
     tl.store(pool + target + kv_stride + d, v, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "total_tokens"])
 def attend_kernel(
     query,
     pool,
@@ -83,7 +87,7 @@ def attend_kernel(
     PAGE_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -91,13 +95,14 @@ def attend_kernel(
 
     Tile i covers `BLOCK_M // GROUPS` tokens of request `tile_request[i]` from its token
     `tile_token[i]` on. With one split the result goes to `output`, `[tokens, heads, head_dim]`;
-    with more, sums go to `partial`, float32 `[SPLITS, tokens, heads, head_dim]`, and their base-2
-    log-sum-exp to `partial_lse`, `[SPLITS, tokens, heads]`. WIDEN multiplies in float32 what was
+    with more, sums go to `partial`, float32 `[splits, tokens, heads, head_dim]`, and their base-2
+    log-sum-exp to `partial_lse`, `[splits, tokens, heads]`. WIDEN multiplies in float32 what was
     rounded to the narrow format, for where products of that format are not to be had.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     request = tl.load(tile_request + tile).to(tl.int64)
     first = tl.load(tile_token + tile)
     row0 = tl.load(first_rows + request)
@@ -124,7 +129,7 @@ def attend_kernel(
     stop = tl.minimum(position + tokens, position + first + TILE_TOKENS)
     stop = tl.where(position < 0, 0, stop)
     blocks = tl.cdiv(stop, BLOCK_N)
-    blocks_a_split = tl.cdiv(blocks, SPLITS)
+    blocks_a_split = tl.cdiv(blocks, splits)
     begin = split * blocks_a_split * BLOCK_N
     end = tl.minimum(begin + blocks_a_split * BLOCK_N, stop)
 
@@ -162,7 +167,7 @@ def attend_kernel(
 
     summed = summed / tl.where(total > 0, total, 1.0)[:, None]
     kept = live_rows[:, None] & live_d[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         tl.store(
             output
             + rows[:, None] * output_token_stride
@@ -178,7 +183,7 @@ def attend_kernel(
         tl.store(partial_lse + row, lse, mask=live_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens"])
 def merge_kernel(
     partial,
     partial_lse,
@@ -191,7 +196,6 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ):
     """One program a (token that was split, head): its splits' sums, weighted by exp2 of their lse.
 
@@ -199,16 +203,16 @@ def merge_kernel(
     """
     token = tl.load(rows + tl.program_id(0)).to(tl.int64)
     head = tl.program_id(1)
-    s = tl.arange(0, BLOCK_S)
+    s = tl.arange(0, SPLITS)
     d = tl.arange(0, BLOCK_D)
     row = (s * total_tokens + token) * HEADS + head
-    lse = tl.load(partial_lse + row, mask=s < SPLITS, other=float("-inf"))
+    lse = tl.load(partial_lse + row)
     most = tl.max(lse, 0)
     most = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.exp2(lse - most)
     parts = tl.load(
         partial + row[:, None] * HEAD_DIM + d[None, :],
-        mask=(s[:, None] < SPLITS) & (d[None, :] < HEAD_DIM),
+        mask=d[None, :] < HEAD_DIM,
         other=0.0,
     )
     total = tl.sum(weights, 0)

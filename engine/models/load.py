@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention import ATTENTION
+from engine.models.fused import fuse_layers
 from engine.models.hashing import files_digest
 from engine.models.packed import pack_linears
 from engine.models.progress import Report, reporter
@@ -76,7 +77,8 @@ def load_model(
     cache_dir: where conversions and remembered hashes live; default `~/.cache/tiercache`, or under
         `XDG_CACHE_HOME`.
     max_context_tokens: a limit below the model's own; None keeps the model's.
-    pack_weights: lay the weights of bfloat16 linear layers out for decoding, see `packed`.
+    pack_weights: join and lay out weights for decoding on a processor, see `fused` and `packed`;
+        without, the modules are the library's own.
     progress: a rich progress display, or a callable that gets (activity, fraction done).
 
     Raises ConfigError for anything that cannot be served, before weights are read.
@@ -93,6 +95,7 @@ def load_model(
     identity = _identity(folder, weights, torch_dtype, cache / "hashes", report)
     model = _load_weights(config, folder, torch_dtype, report)
     if pack_weights:
+        fuse_layers(model)
         pack_linears(model)
     return LoadedModel(
         model=model,

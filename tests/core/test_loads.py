@@ -46,6 +46,20 @@ def test_loads_from_host_come_by_layers_and_a_lease_knows_its_own() -> None:
     rig.assert_sound()
 
 
+def test_a_prefix_may_come_as_one_load_however_small_other_moves_are() -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 16}, move_pages=2, load_pages=16)
+    rig.store_prompt(prompt(1, 33))
+    rig.settle()
+    rig.cache.evict(Tier.DEVICE)
+    lease = waiting(rig, prompt(1, 33))
+    loads = rig.cache.loads.layered(lease)
+    assert loads is not None
+    assert len(loads) == 1
+    rig.settle()
+    assert rig.cache.fetch_state(lease) is Fetch.READY
+    rig.assert_sound()
+
+
 def test_a_joiner_waits_for_the_same_layers_as_the_one_before_it() -> None:
     rig = stored_below_device(Tier.HOST)
     first, joiner = waiting(rig, prompt(1, 17)), waiting(rig, prompt(1, 17))

@@ -280,11 +280,12 @@ class NotedCarrier(Carrier):
         self.copied: list[tuple[int, int]] = []
         self._broken = broken
 
-    def _copy_group(self, move: Move, group: int) -> None:
+    def _copy_piece(self, move: Move, groups: range) -> None:
+        (group,) = groups
         self.copied.append((group, move.serial))
         if (move.serial, group) in self._broken:
             raise OSError("lost")
-        super()._copy_group(move, group)
+        super()._copy_piece(move, groups)
 
 
 def fill_host(bench: Bench) -> np.ndarray:

@@ -72,21 +72,46 @@ def test_a_growing_sequence_stays_one_node() -> None:
     assert tree.check() == []
 
 
-def test_a_node_gives_the_buffer_back_that_it_does_not_need() -> None:
+def test_buffers_are_given_back_when_most_of_them_is_unused() -> None:
     tree = Tree(page_tokens=1)
     path = np.array(insert(tree, np.arange(1000, dtype=np.int32), list(range(1000))), np.int32)
     before = tree.buffer_bytes
     insert(tree, np.array([*range(500), -1], np.int32), [1000])
     assert tree.buffer_bytes == before + 2 * 4, "a split leaves nothing unused behind"
-    (head,) = tree.ensure_root(NAMESPACE, 0).children.values()
-    assert head.shared_buffer is not None
     tree.remove_leaves(path[:499:-1])
-    assert head.shared_buffer is None, "the tail is gone, and with it the buffer for both"
-    assert tree.buffer_bytes == 501 * 2 * 4
+    assert tree.node_count == 2, "the tail is gone"
     tree.remove_last(1000)
     tree.remove_leaves(path[499:100:-1])
     assert tree.page_count == 101
     assert tree.buffer_bytes <= 4 * 101 * 2 * 4
+    assert tree.check() == []
+
+
+@given(st.lists(st.integers(0, 29), max_size=12), st.integers(0, 30), st.integers(0, 31))
+def test_a_prompt_that_was_split_many_times_is_found_as_if_it_never_was(
+    parted_at: list[int], removed: int, parts_at: int
+) -> None:
+    """Of 30 pages the last `removed` go; a prompt that parts at page `parts_at` finds the rest."""
+    tree, stored = Tree(page_tokens=2), np.arange(60, dtype=np.int32)
+    insert(tree, stored, list(range(30)))
+    for serial, at in enumerate(parted_at):
+        other = np.concatenate((stored[: 2 * at], tokens_of(-serial - 1, 0)))
+        insert(tree, other, [100 + serial])
+    kept = 30 - tree.remove_leaves(np.arange(29, 29 - removed, -1, dtype=np.int32)).size
+    assert tree.check() == []
+
+    asked = stored.copy()
+    asked[2 * parts_at + 1 :] = -99
+    match = tree.match(NAMESPACE, 0, asked)
+
+    found = min(parts_at, kept)
+    if match is None:
+        assert kept == 0
+    else:
+        assert match.pages.tolist() == list(range(found))
+        assert match.node.first_depth + match.node_pages == found
+        inside = match.node_pages < match.node.page_count
+        assert match.beyond == (inside or bool(match.node.children))
 
 
 def test_leaves_go_in_the_order_given_as_far_as_they_are_leaves() -> None:

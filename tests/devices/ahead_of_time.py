@@ -3,7 +3,8 @@
 A program of its own (`python -m tests.devices.ahead_of_time`): in the tests' process kernels belong
 to the interpreter. Prints a JSON object a kernel: `kernel`, `target`, `head_dim`, `copies` (bytes
 of each asynchronous copy to shared memory), `loads` and `stores` (kinds of direct access) and
-`shared` (bytes of shared memory a program takes).
+`shared` (bytes of shared memory a program takes) and `specialised` (numbers for each kind of which
+it is compiled anew).
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def launches(shape: Shape) -> Iterator[Launch]:
     }
     precision = "ieee" if shape.item_bytes == 4 else "tf32"
     attend = {**model, "BLOCK_N": shape.keys, "PRECISION": precision, "WIDEN": False}
-    decode = {**attend, "BLOCK_M": shape.rows(1), "SPLITS": 8}
-    prompt = {**attend, "BLOCK_M": shape.prompt_rows, "SPLITS": 1}
+    decode = {**attend, "BLOCK_M": shape.rows(1), "IS_SPLIT": True}
+    prompt = {**attend, "BLOCK_M": shape.prompt_rows, "IS_SPLIT": False}
     attend_kernel = triton_kernels.attend_kernel
     yield Launch("decode", attend_kernel, shape, decode, warps(shape.rows(1)))
     yield Launch("prompt", attend_kernel, shape, prompt, warps(shape.prompt_rows))
     yield Launch("write", triton_kernels.write_kernel, shape, model, 1)
-    merge = {**model, "SPLITS": 8, "BLOCK_S": 8}
+    merge = {**model, "SPLITS": 8}
     yield Launch("merge", triton_kernels.merge_kernel, shape, merge, 4)
 
 
@@ -102,14 +103,26 @@ def accesses(text: str) -> dict[str, dict[str, int]]:
     }
 
 
+def specialised(kernel: Any) -> list[str]:
+    """Arguments, pointers apart, whose values Triton looks at before it compiles."""
+    asked = [p for p in kernel.params if not p.is_constexpr and not p.do_not_specialize]
+    pointers = (*_FLOATS, *_SUMS, *_LONGS, *_INTS)
+    return [param.name for param in asked if param.name not in pointers]
+
+
 def main() -> None:
     todo = [(USUAL, target) for target in TARGETS] + [(WIDEST, min(TARGETS))]
     for shape, target in todo:
         for launch in launches(shape):
             done = compiled(launch, target)
             found = accesses(done.asm["ptx"])
-            facts = {"kernel": launch.name, "target": target, "head_dim": shape.head_dim}
-            print(json.dumps({**facts, "shared": done.metadata.shared, **found}), flush=True)
+            facts: dict[str, Any] = {
+                "kernel": launch.name,
+                "target": target,
+                "head_dim": shape.head_dim,
+            }
+            facts |= {"shared": done.metadata.shared, "specialised": specialised(launch.kernel)}
+            print(json.dumps({**facts, **found}), flush=True)
 
 
 if __name__ == "__main__":

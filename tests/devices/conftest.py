@@ -61,9 +61,7 @@ MakePaged = Callable[..., Rig]
 
 
 @pytest.fixture
-def make_rig(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MakePaged]:
+def make_rig(model_folder: Path, tmp_path: Path) -> Iterator[MakePaged]:
     """Builds and starts engines on `model_folder` in float32; sizes are in tokens, 0 is off.
 
     With `cuda` the engine computes in pages, and copies go through that CUDA; without it is the
@@ -80,6 +78,7 @@ def make_rig(
         disk: int = 0,
         page_tokens: int = 16,
         chunk: int = 64,
+        policy: str = "wait",
         **engine_options: Any,
     ) -> Rig:
         config = parse_config(
@@ -95,7 +94,7 @@ def make_rig(
                         "io": "threads",
                     },
                 },
-                "cache": {"page_tokens": page_tokens},
+                "cache": {"page_tokens": page_tokens, "prefetch": {"policy": policy}},
                 "engine": {
                     "prefill_chunk_tokens": chunk,
                     "working_copy_capacity": "8MiB",
@@ -103,11 +102,8 @@ def make_rig(
                 },
             }
         )
-        with monkeypatch.context() as patch:
-            if cuda is not None:
-                parts = PagedParts(FakeCudaDevice(cuda), attention)
-                patch.setattr("engine.build.choose_parts", lambda _config: parts)
-            engine = build_engine(config, model_cache_dir=tmp_path / "cache")
+        parts = PagedParts(FakeCudaDevice(cuda), attention) if cuda is not None else None
+        engine = build_engine(config, model_cache_dir=tmp_path / "cache", parts=parts)
         engines.append(engine)
         engine.start()
         return Rig(engine)

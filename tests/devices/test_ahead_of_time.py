@@ -40,3 +40,8 @@ def test_attention_compiles_for_every_target_and_reads_pages_sixteen_bytes_at_a_
             assert one["copies"][SIXTEEN_BYTES] > 0
             assert "v4.b32" in one["loads"], "queries"
             assert "v4.b32" in one["stores"], "sums"
+        of_the_model = {name for name in one["specialised"] if name.endswith("stride")}
+        assert set(one["specialised"]) - of_the_model <= {"scale_log2"}, (
+            "a number of the batch would have it compiled anew"
+        )
+        assert "table_stride" not in of_the_model, "how wide a page table is, the batch decides"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from engine.devices.choose import choose_attention
 from engine.devices.gather_attention import GatherAttention
-from engine.devices.graphs import DecodeGraphs
+from engine.devices.graphs import CudaRecorder, DecodeGraphs
 from engine.devices.paged import PagedCopy, PagedRunner
 from engine.devices.parts import decode_graphs
 from engine.models import LoadedModel, load_model
@@ -116,3 +117,37 @@ def test_a_model_that_cannot_be_recorded_is_computed_as_it_comes(loaded: LoadedM
 
 def test_a_back_end_that_looks_at_numbers_is_not_recorded(loaded: LoadedModel) -> None:
     assert decode_graphs(Config(), loaded, GatherAttention()) is None
+
+
+class StandInStream:
+    """A stream that only remembers that it was waited for."""
+
+    def wait_stream(self, other: object) -> None:
+        self.waited_for = other
+
+
+def test_a_recording_that_fails_leaves_the_stream_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch ends a recording before it goes back to the stream there was, and not if that fails."""
+    ordinary, recording = StandInStream(), StandInStream()
+    now = [ordinary]
+
+    class Recording:
+        def __init__(self, *_graph: object, **_options: object) -> None: ...
+
+        def __enter__(self) -> None:
+            now[0] = recording
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "Stream", StandInStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: now.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    with pytest.raises(RuntimeError):
+        CudaRecorder().record(lambda: torch.zeros(1))
+    assert now == [ordinary]

@@ -74,7 +74,10 @@ def test_a_device_that_is_too_small_for_all_gives_the_same_tokens(
 def test_the_kernels_give_a_processors_tokens(make_rig: MakePaged) -> None:
     short = SHARED[:37]
     expected = make_rig().answer(short, max_tokens=3).token_ids
-    rig = make_rig(cuda=a_cuda(Order.LATE), attention="triton", host=2048, poison_freed_pages=True)
+    rig = make_rig(
+        cuda=a_cuda(Order.LATE), attention="triton", device=96, host=2048, chunk=32,
+        max_running_requests=2, poison_freed_pages=True,
+    )  # fmt: skip
     assert rig.answer(short, max_tokens=3).token_ids == expected
     rig.evict(Tier.DEVICE)
     again = rig.answer(short, max_tokens=3)
@@ -92,4 +95,24 @@ def test_a_load_that_fails_is_computed_and_the_tokens_stay(
     cuda.copies_until_fault = 3
     hits_of(rig, expected)
     assert cuda.copies_until_fault < 0, "the fault came"
+    rig.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_a_front_is_computed_in_its_pages_while_the_tail_loads(
+    make_rig: MakePaged, order: Order
+) -> None:
+    tokens = prompt(5, 400)
+    expected = make_rig().answer(tokens).token_ids
+    rig = make_rig(cuda=a_cuda(order), host=2048, disk=100_000, policy="adaptive")
+    rig.answer(tokens)
+    rig.evict(Tier.DEVICE, Tier.HOST)
+    gate = rig.engine._cache.gate
+    assert gate is not None
+    seconds = float(gate.prefill.seconds(np.zeros(1), tokens.size)[0])
+    gate.speeds.saw(Tier.DISK, 25, seconds, rig.engine._clock.now_seconds())
+    end = rig.answer(tokens)
+    assert end.token_ids == expected
+    assert end.usage.loading is not None
+    assert end.usage.loading.front_tokens > 0
     rig.assert_nothing_is_held()

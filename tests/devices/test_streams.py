@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +148,16 @@ def test_a_device_closes_only_when_nothing_is_under_way() -> None:
             World(deaf, BY_ENGINE).device.close()
 
 
+def test_to_rest_is_to_have_computed_everything_asked_for() -> None:
+    world = World(FakeCuda(Order.LATE), BY_ENGINE)
+    done: list[int] = []
+    world.cuda.compute(lambda: done.append(1))
+    assert not done
+    world.device.rest()
+    assert done
+    world.device.close()
+
+
 def test_a_layer_waits_for_its_own_group_only() -> None:
     world = World(FakeCuda(Order.LATE), BY_ENGINE)
     world.host[0] = 5
@@ -252,8 +263,20 @@ def test_groups_cover_every_layer_once_and_in_order(layers: int, layer_bytes: in
     assert groups[-1].stop == layers
     assert [group.begin for group in groups] == [group.first * layer_bytes for group in groups]
     assert sum(group.size_bytes for group in groups) == page_bytes
-    if page_bytes >= 512 << 10 and layers > 1:
-        assert all(group.size_bytes >= 256 << 10 for group in groups)
+    if page_bytes >= 512 << 10 and len(groups) > 1:
+        assert all(group.size_bytes >= 128 << 10 for group in groups), "worth a copy"
+
+
+@pytest.mark.parametrize("engine_bytes", [512 << 10, 4 << 20], ids=["engine", "kernel"])
+def test_little_of_a_page_comes_before_anything_can_be_computed(engine_bytes: int) -> None:
+    """What is loaded before the first layer is hidden behind nothing."""
+    groups = layer_groups(32, 2 << 20, engine_bytes)
+    assert groups[0].size_bytes <= (2 << 20) // 10
+    behind = [group.first for group in groups[1:]]
+    assert all(
+        group.stop - group.first <= 3 * first
+        for group, first in zip(groups[1:], behind, strict=True)
+    ), "what comes next has layers enough before it"
 
 
 def devices() -> Iterator[tuple[Device, Bytes]]:
@@ -286,3 +309,19 @@ def test_every_device_brings_pages_where_they_belong(which: int) -> None:
     assert (host[[1, 5]] == before[[0, 3]]).all()
     assert (host[[0, 2, 3, 4]] == before[[0, 2, 3, 4]]).all()
     device.close()
+
+
+def test_memory_a_device_may_read_is_never_shared_with_a_fork() -> None:
+    """Copy-on-write would give the process a page of its own, and leave the old one to the GPU."""
+    block = anonymous_block(1 << 20, "test")
+    address = address_of(block)
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            flags = line.split()[1:]
+    assert "dc" in flags, "not copied by a fork"

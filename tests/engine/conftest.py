@@ -175,7 +175,7 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
                     **(disk_settings or {}),
                 },
             },
-            "cache": {"page_tokens": page_tokens},
+            "cache": {"page_tokens": page_tokens, "prefetch": {"policy": "wait"}},
             "engine": {"prefill_chunk_tokens": chunk, "working_copy_capacity": "64MiB"},
         }
         merge(config, sections)

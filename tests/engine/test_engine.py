@@ -192,11 +192,11 @@ def test_an_adaptive_engine_computes_what_a_slow_disk_would_bring_later(
         return read_pages(wanted)
 
     monkeypatch.setattr(store, "read_pages", slowly)
-    first = rig.answer(prompt(1, 321))  # nothing is known of DISK yet: it is given a moment
+    first = rig.answer(prompt(1, 321))  # nothing is known of DISK yet: it shows how slow it is
     rig.rest()  # what was begun arrives, and tells
     second = rig.answer(prompt(2, 321))
 
-    assert first.usage.miss_tokens[MissReason.DEADLINE] == 320
+    assert first.usage.miss_tokens[MissReason.COST_GATE] == 320
     assert second.usage.miss_tokens[MissReason.COST_GATE] == 320
     assert [first.token_ids, second.token_ids] == expected
     rig.assert_nothing_is_held()

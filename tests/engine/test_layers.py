@@ -23,15 +23,15 @@ def carrier_of(rig: Rig) -> Carrier:
 def break_group(rig: Rig, monkeypatch: pytest.MonkeyPatch, group: int, times: int) -> list[int]:
     """The next `times` copies of `group` fail; the list grows with each."""
     carrier, failed = carrier_of(rig), []
-    copy = carrier._copy_group
+    copy = carrier._copy_piece
 
-    def failing(move: Move, which: int) -> None:
-        if which == group and len(failed) < times:
-            failed.append(which)
+    def failing(move: Move, which: range) -> None:
+        if group in which and len(failed) < times:
+            failed.append(group)
             raise OSError("scripted")
         copy(move, which)
 
-    monkeypatch.setattr(carrier, "_copy_group", failing)
+    monkeypatch.setattr(carrier, "_copy_piece", failing)
     return failed
 
 
@@ -45,6 +45,17 @@ def test_the_groups_are_all_layers_and_all_bytes_of_a_page_in_order() -> None:
         assert sum(len(page[groups.bytes_of(g)]) for g in range(len(groups))) == len(page)
         assert all(groups.bytes_of(g).stop == groups.bytes_of(g + 1).start
                    for g in range(len(groups) - 1))  # fmt: skip
+
+
+def test_small_groups_are_copied_together_and_all_of_them_in_order() -> None:
+    for head_dim, layers in ((1, 1), (1, 30), (64, 3), (64, 7), (64, 30), (256, 61)):
+        groups = LayerGroups.of(PageLayout(layers, kv_heads=3, head_dim=head_dim, page_tokens=16))
+        pieces = groups.pieces
+        assert [group for piece in pieces for group in piece] == list(range(len(groups)))
+        assert len(pieces) >= min(3, layers)
+    bundled = LayerGroups.of(PageLayout(layers=30, kv_heads=3, head_dim=64, page_tokens=16))
+    assert bundled.pieces == (range(2), range(2, 4), range(4, 6))
+    assert bundled.bytes_of_all(range(2, 4)) == slice(122_880, 245_760)
 
 
 def test_a_group_is_waited_for_until_it_has_come_is_lost_or_is_late() -> None:
@@ -119,16 +130,16 @@ def test_who_computes_beside_a_lost_prefix_only_runs_again(
 
     held, entered = threading.Event(), threading.Event()
     carrier = carrier_of(rig)
-    copy = carrier._copy_group
+    copy = carrier._copy_piece
 
-    def breaks_once_the_pass_waits(move: Move, which: int) -> None:
-        if which == group and not held.is_set():
+    def breaks_once_the_pass_waits(move: Move, which: range) -> None:
+        if group in which and not held.is_set():
             entered.wait(10)
             held.set()
             raise OSError("scripted")
         copy(move, which)
 
-    monkeypatch.setattr(carrier, "_copy_group", breaks_once_the_pass_waits)
+    monkeypatch.setattr(carrier, "_copy_piece", breaks_once_the_pass_waits)
     wait = LayerArrivals.wait
 
     def tells(self: LayerArrivals, which: int, deadline_seconds: float) -> None:
@@ -159,14 +170,14 @@ def test_a_group_that_does_not_come_in_time_is_computed_instead(
     expected = rig.answer(prompt(1, 200)).token_ids
     rig.evict(Tier.DEVICE)
     carrier, goes_on = carrier_of(rig), threading.Event()
-    copy = carrier._copy_group
+    copy = carrier._copy_piece
 
-    def hangs(move: Move, which: int) -> None:
-        if which == 1:
+    def hangs(move: Move, which: range) -> None:
+        if 1 in which:
             goes_on.wait(30)
         copy(move, which)
 
-    monkeypatch.setattr(carrier, "_copy_group", hangs)
+    monkeypatch.setattr(carrier, "_copy_piece", hangs)
     end = rig.answer(prompt(1, 200))
     assert end.reason in (FinishReason.STOP, FinishReason.LENGTH)
     assert end.token_ids == expected

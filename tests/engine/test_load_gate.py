@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from engine.api import Finished
 from engine.loading import LoadWatch
 from tests.engine.conftest import MakeRig, Rig, prompt
+from tiercache import reckoning
+from tiercache.cache import TierCache
 from tiercache.gate import Choice, Decision, LoadGate
 from tiercache.transfer import Completion, Job, Move
 from tiercache.types import MissReason, Tier
 
 
-def rig_with_a_prefix_on_disk(make_rig: MakeRig) -> tuple[Rig, Finished]:
+def rig_with_a_prefix_on_disk(
+    make_rig: MakeRig, policy: str = "adaptive", fetch_deadline_seconds: float = 50
+) -> tuple[Rig, Finished]:
     rig = make_rig(
         host=4096,
         disk=100_000,
-        cache={"prefetch": {"policy": "adaptive", "fetch_deadline_seconds": 50}},
+        cache={"prefetch": {"policy": policy, "fetch_deadline_seconds": fetch_deadline_seconds}},
     )
     computed = rig.answer(prompt(1, 1500))
     rig.evict(Tier.DEVICE, Tier.HOST)
@@ -34,7 +39,8 @@ def gate_of(rig: Rig) -> LoadGate:
 
 def test_what_arrives_soon_is_loaded_and_the_answer_says_so(make_rig: MakeRig) -> None:
     rig, computed = rig_with_a_prefix_on_disk(make_rig)
-    gate_of(rig).saw_load(Tier.DISK, 100, 1e-3, rig.engine._clock.now_seconds())
+    gate_of(rig).speeds.saw(Tier.DISK, 100, 1e-3, rig.engine._clock.now_seconds())
+    gate_of(rig).prefill.saw(0, 1500, 1e6)  # nothing is dearer than to compute
     end = rig.answer(prompt(1, 1500))
     assert end.token_ids == computed.token_ids
     report = end.usage.loading
@@ -49,7 +55,7 @@ def test_what_arrives_soon_is_loaded_and_the_answer_says_so(make_rig: MakeRig) -
 
 def test_what_was_measured_as_slow_is_computed_and_booked_as_such(make_rig: MakeRig) -> None:
     rig, computed = rig_with_a_prefix_on_disk(make_rig)
-    gate_of(rig).saw_load(Tier.DISK, 1, 1000.0, rig.engine._clock.now_seconds())
+    gate_of(rig).speeds.saw(Tier.DISK, 1, 1000.0, rig.engine._clock.now_seconds())
     end = rig.answer(prompt(1, 1500))
     assert end.token_ids == computed.token_ids
     assert end.usage.miss_tokens[MissReason.COST_GATE] == 1488
@@ -74,7 +80,7 @@ def test_a_tier_of_unknown_speed_that_hangs_is_not_waited_for_and_is_known_then(
     monkeypatch.setattr(carrier, "carry", hangs)
     end = rig.answer(prompt(1, 1500))
     assert end.token_ids == computed.token_ids
-    assert end.usage.miss_tokens[MissReason.DEADLINE] == 1488
+    assert end.usage.miss_tokens[MissReason.COST_GATE] == 1488
     goes_on.set()
     rig.rest()
     rig.evict(Tier.DEVICE, Tier.HOST)
@@ -94,18 +100,31 @@ def test_what_is_on_device_needs_no_decision(make_rig: MakeRig) -> None:
     assert rig.answer(prompt(1)).usage.loading is None
 
 
-@pytest.mark.parametrize(
-    ("decision", "patience"),
-    [
-        (Decision(10, 10), None),
-        (Decision(10, 10, 1.0, 1.0, 2.0, 10.0, is_measured=False), 0.5),
-        (Decision(10, 10, 1.0, 1.0, 2.0, 10.0, is_measured=True), 2.0),
-    ],
-)
-def test_a_load_may_overrun_its_estimate_by_a_share_of_what_computing_would_take(
-    decision: Decision, patience: float | None
+def test_a_load_is_weighed_again_after_a_share_of_what_computing_would_take() -> None:
+    assert Decision(10, 10).patience_seconds is None
+    assert Decision(10, 10, 1.0, 1.0, 2.0, 10.0).patience_seconds == 0.2
+    assert Decision(10, 10, 1.0, 1.0, 2.0, 10.0, queue_seconds=3.0).patience_seconds == 3.2
+
+
+def test_a_load_that_does_not_come_is_given_up_at_its_deadline(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert decision.patience_seconds == patience
+    rig, computed = rig_with_a_prefix_on_disk(make_rig, fetch_deadline_seconds=0.1)
+    gate_of(rig).prefill.saw(0, 1500, 1e6)  # nothing is dearer than to compute
+    carrier = rig.engine._cache._transfers._carrier  # type: ignore[attr-defined]
+    carry, goes_on = carrier.carry, threading.Event()
+
+    def hangs(job: Job) -> Completion:
+        if isinstance(job, Move) and job.source is Tier.DISK:
+            goes_on.wait(60)
+        return carry(job)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(carrier, "carry", hangs)
+    end = rig.answer(prompt(1, 1500))
+    assert end.token_ids == computed.token_ids
+    assert end.usage.miss_tokens[MissReason.DEADLINE] == 1488
+    goes_on.set()
+    rig.assert_nothing_is_held()
 
 
 def test_a_request_that_decides_again_reports_its_whole_wait() -> None:
@@ -117,3 +136,42 @@ def test_a_request_that_decides_again_reports_its_whole_wait() -> None:
     assert report is not None
     assert (report.choice, report.decisions) == (Choice.PART, 2)
     assert (report.load_seconds, report.compute_seconds) == (4.0, 2.5)
+
+
+def test_best_effort_waits_for_nothing_and_says_why_it_missed(make_rig: MakeRig) -> None:
+    rig, computed = rig_with_a_prefix_on_disk(make_rig, policy="best_effort")
+    forecast = rig.engine.call(
+        lambda cache: reckoning.forecast(cache, next(iter(cache.tree.roots))[0], prompt(1, 1500))
+    ).result(10)
+    end = rig.answer(prompt(1, 1500))
+    assert end.token_ids == computed.token_ids
+    assert end.usage.miss_tokens[MissReason.DEADLINE] == 1488
+    assert forecast.miss_tokens == end.usage.miss_tokens
+    assert rig.engine.snapshot().cache.counters.moved_bytes.get((Tier.DISK, Tier.DEVICE)) is None
+    rig.assert_nothing_is_held()
+
+
+def test_best_effort_uses_what_has_come_to_memory_by_then(make_rig: MakeRig) -> None:
+    rig, computed = rig_with_a_prefix_on_disk(make_rig, policy="best_effort")
+
+    def bring_half_up(cache: TierCache) -> None:
+        pages = cache.tree.match(*next(iter(cache.tree.roots)), prompt(1, 1500)).pages[:40]  # type: ignore[union-attr]
+        cache.moves.start(pages, Tier.DISK, (Tier.HOST,))
+
+    rig.engine.call(bring_half_up).result(10)
+    rig.rest()
+    end = rig.answer(prompt(1, 1500))
+    assert end.token_ids == computed.token_ids
+    assert end.usage.hit_tokens == {Tier.HOST: 640}
+    assert end.usage.miss_tokens[MissReason.DEADLINE] == 1488 - 640
+    rig.assert_nothing_is_held()
+
+
+def test_best_effort_does_not_stay_in_the_queue_for_pages_being_read_ahead(
+    make_rig: MakeRig,
+) -> None:
+    rig, _ = rig_with_a_prefix_on_disk(make_rig, policy="best_effort")
+    admission = rig.engine._turns._admission
+    active = SimpleNamespace(request=SimpleNamespace(request_id="one"), may_wait_for_reads=True)
+    admission._prefetcher.is_under_way = lambda request_id: True  # type: ignore[method-assign]
+    assert not admission._waits_for_pages(active)  # type: ignore[arg-type]

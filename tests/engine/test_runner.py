@@ -16,7 +16,7 @@ from engine.attention import KEY_BLOCK_TOKENS
 from engine.models import LoadedModel, encode_text, load_model
 from engine.models.load import has_native_bfloat16
 from engine.runner import ModelRunner, Segment
-from engine.testing import byte_tokenizer, tiny_model
+from engine.testing import byte_tokenizer, save_tiny_model, tiny_model
 from engine.working_copy import WorkingCopy, WorkingCopyPool
 from tiercache.types import PageLayout, Tokens
 
@@ -69,32 +69,44 @@ def assert_same(left: torch.Tensor, right: torch.Tensor) -> None:
         assert torch.allclose(left.float(), right.float(), atol=0.5)
 
 
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("stock")
+    save_tiny_model(folder)
+    return stock_modules(str(folder))
+
+
+def stock_modules(source: str, dtype: str = "auto") -> LoadedModel:
+    """The library's own modules and attention."""
+    loaded = load_model(source, dtype=dtype, pack_weights=False)
+    loaded.model.set_attn_implementation("sdpa")
+    return loaded
+
+
 def stock_logits(loaded: LoadedModel, prompt: Tokens) -> torch.Tensor:
-    """The last token's logits from transformers' own attention."""
-    model, ours = loaded.model, loaded.model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        with torch.inference_mode():
-            ids = torch.from_numpy(prompt).long()[None]
-            output = model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    finally:
-        model.set_attn_implementation(ours)
-    logits: torch.Tensor = output.logits[0].float()
-    return logits
+    """The last token's logits, computed whole and without any of ours."""
+    with torch.inference_mode():
+        ids = torch.from_numpy(prompt).long()[None]
+        logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+    return logits[0].float()
 
 
 @pytest.mark.parametrize("tokens", [512, 1024])
-def test_whole_key_blocks_are_bit_equal_to_stock_attention(tiny: LoadedModel, tokens: int) -> None:
+def test_whole_key_blocks_are_bit_equal_to_stock_modules(
+    tiny: LoadedModel, stock: LoadedModel, tokens: int
+) -> None:
     copy = a_copy(poisoned_pool(tiny), tokens)
     ours = compute(ModelRunner(tiny), copy, PROMPT[:tokens], chunk=512)
-    assert_same(ours, stock_logits(tiny, PROMPT[:tokens]))
+    assert_same(ours, stock_logits(stock, PROMPT[:tokens]))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 100, 700])
-def test_any_length_is_close_to_stock_attention(tiny: LoadedModel, tokens: int) -> None:
+def test_any_length_is_close_to_stock_modules(
+    tiny: LoadedModel, stock: LoadedModel, tokens: int
+) -> None:
     ours = compute(ModelRunner(tiny), a_copy(poisoned_pool(tiny), tokens), PROMPT[:tokens], 512)
-    stock = stock_logits(tiny, PROMPT[:tokens])
-    assert torch.allclose(ours, stock, atol=0.02 * float(stock.abs().max()))
+    expected = stock_logits(stock, PROMPT[:tokens])
+    assert torch.allclose(ours, expected, atol=0.02 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
@@ -208,7 +220,8 @@ def test_other_full_attention_models_run_through_the_same_attention(
     byte_tokenizer().save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="float32", cache_dir=tmp_path / "cache")
     ours = compute(ModelRunner(loaded), a_copy(poisoned_pool(loaded), 90), PROMPT[:90], 40)
-    assert torch.allclose(ours, stock_logits(loaded, PROMPT[:90]), atol=1e-4)
+    stock = stock_logits(stock_modules(str(tmp_path), "float32"), PROMPT[:90])
+    assert torch.allclose(ours, stock, atol=1e-4)
 
 
 def page_pool(loaded: LoadedModel, slots: int) -> torch.Tensor:
@@ -276,7 +289,7 @@ def test_the_bundled_model_is_chunk_and_reuse_invariant() -> None:
     prompt = encode_text(loaded, text)[:512]
     whole = a_copy(pool, 512)
     expected = compute(runner, whole, prompt, 512)
-    assert_same(expected, stock_logits(loaded, prompt))
+    assert_same(expected, stock_logits(stock_modules("bundled"), prompt))
     device = page_pool(loaded, 31)
     whole.store_pages(device, range(31), 0)
     reused = a_copy(pool, 512)

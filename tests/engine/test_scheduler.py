@@ -14,6 +14,7 @@ from engine.api import GenerationRequest
 from engine.request import Active
 from engine.sampling import SamplingParams
 from engine.scheduler import (
+    ALONE_FACTOR,
     MOST_FORWARD_SECONDS,
     admission_order,
     fair_head,
@@ -124,6 +125,12 @@ def test_answers_never_wait_for_prompts_and_prompts_share_the_budget(
     )
     assert all(item.tokens >= 1 for item in work)
     assert len({id(item.active) for item in work}) == len(work)
+
+
+@given(st.integers(1, 50), st.integers(1, 64))
+def test_a_lone_prompt_gets_a_larger_step(tokens: int, budget: int) -> None:
+    (item,) = plan_step([active(0.0, tokens)], budget, is_alone=True)
+    assert item.tokens == min(ALONE_FACTOR * budget, tokens)
 
 
 def test_what_a_queued_request_needs_from_disk_is_on_host_when_it_starts(

@@ -111,10 +111,10 @@ def test_who_does_not_wait_for_another_learns_which_request_was_computing(serve:
 def fail_loads(service: Service) -> None:
     carrier = service.engine._cache._transfers._carrier  # type: ignore[attr-defined]
 
-    def failing(move: Move, group: int) -> None:
+    def failing(move: Move, groups: range) -> None:
         raise OSError("the cable is out")
 
-    carrier._copy_group = failing
+    carrier._copy_piece = failing
 
 
 def test_what_could_not_be_loaded_is_a_failed_load(serve: Serve) -> None:

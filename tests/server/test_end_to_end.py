@@ -28,7 +28,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return parse_config(
         {
             "model": {"source": str(folder / "tiny")},
-            "cache": {"page_tokens": PAGE_TOKENS},
+            "cache": {"page_tokens": PAGE_TOKENS, "prefetch": {"policy": "wait"}},
             "tiers": {
                 "device": {"capacity": "4MiB"},
                 "host": {"capacity": "4MiB"},

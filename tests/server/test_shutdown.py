@@ -26,7 +26,7 @@ LONG = {"model": "tiny", "stream": True, "ignore_eos": True, "temperature": 0}
 def settings(folder: Path, **server: Any) -> dict[str, Any]:
     return {
         "model": {"source": str(folder / "tiny")},
-        "cache": {"write_policy": "write_back"},
+        "cache": {"write_policy": "write_back", "prefetch": {"policy": "wait"}},
         "tiers": {
             "device": {"capacity": "4MiB"},
             "host": {"capacity": "4MiB"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from tests.tiers.disk_parts import (
     assert_absent,
     assert_holds,
     crashed,
+    flip_open,
+    in_process,
     read,
     store_pages,
 )
 from tiercache.errors import PageCorrupt
 from tiercache.testing.disk_pages import PAGE_BYTES, chain, opened, stamp, with_payloads
-from tiercache.tiers.disk import DiskStore, Durability, WriteOutcome
+from tiercache.tiers.disk import DiskStore, Durability, ReadOutcome, WriteOutcome
+from tiercache.tiers.store import PageStore
 from tiercache.types import Bytes
 
 # Pages
@@ -91,6 +96,28 @@ def test_a_page_under_the_right_key_but_of_another_identity_is_never_handed_out(
     store_pages(store, [other])
     assert np.array_equal(read(store, other), stamp(record.key))
     assert store.page_count() == 1
+
+
+@pytest.mark.parametrize("open_store", [opened, in_process])
+def test_each_page_of_a_read_has_its_own_outcome_wherever_it_stands(
+    path: Path, open_store: Callable[[Path], PageStore]
+) -> None:
+    records = chain(30)
+    with contextlib.closing(open_store(path)) as store:
+        assert set(store.write(with_payloads(records))) == {WRITTEN}
+        store.delete([records[29].key, records[28].key])
+        flip_open(path, records[3])
+        flip_open(path, records[17])
+        wanted = [*records[:8], *chain(2, seed=5), *records[8:]]
+        wanted[15] = replace(wanted[15], tokens=bytes(len(wanted[15].tokens)))
+        rows = np.full((len(wanted), PAGE_BYTES), 1, np.uint8)
+        outcomes = store.read_pages(list(zip(wanted, rows, strict=True)))
+
+    bad = [index for index, outcome in enumerate(outcomes) if outcome is ReadOutcome.CORRUPT]
+    gone = [index for index, outcome in enumerate(outcomes) if outcome is ReadOutcome.MISSING]
+    assert (bad, gone) == ([3, 15, 19], [8, 9, 30, 31])
+    for index in set(range(32)) - {*bad, *gone}:
+        assert np.array_equal(rows[index], stamp(wanted[index].key))
 
 
 def test_last_use_and_hits_survive_a_restart(path: Path) -> None:

@@ -183,7 +183,7 @@ class Reasons:
         """Tokens shared with the nearest stored continuation, and how many there are of them."""
         node: Node = match.node
         if match.node_pages < node.page_count:
-            stored = node.tokens(self._page_tokens)[match.node_pages * self._page_tokens :]
+            stored = node.tokens[match.node_pages * self._page_tokens :]
             return common_tokens(stored, rest), 1
         keys = list(islice(reversed(node.children), _MOST_SIBLINGS))
         heads = np.frombuffer(b"".join(keys), np.int32).reshape(len(keys), self._page_tokens)

@@ -15,8 +15,8 @@ from tiercache.types import MissReason, Tier
 class Explanation:
     """One prompt that entered the books. `at_seconds` since the epoch.
 
-    Hits and spans add up to the prompt; the match ended at `matched_tokens`. `tokens_around` are
-    those of the prompt around that end, where they may be shown, else empty.
+    Hits and spans add up to the prompt. `tokens_around` are those of the prompt around the end of
+    what was stored, where they may be shown, else empty.
     """
 
     request_id: str

@@ -40,6 +40,7 @@ class CacheRig:
         store: PageStore | None = None,
         disk_health: StoreHealth | None = None,
         move_pages: int = 4,
+        load_pages: int | None = None,
         watermarks: tuple[float, float] = (1.0, 0.95),
         write_policy: str = "write_through",
         quotas: Quotas | None = None,
@@ -61,6 +62,7 @@ class CacheRig:
                     for tier, capacity in capacity_pages.items()
                 },
                 move_bytes=move_pages * page_bytes,
+                load_bytes=load_pages and load_pages * page_bytes,
                 write_policy=write_policy,
                 quotas=quotas or {},
             ),

@@ -36,8 +36,12 @@ ENGINE_BYTES = 512 << 10
 """From this size on a piece of a page is worth a copy of its own."""
 VECTOR_BYTES = 16
 """The kernel's unit; pages that are no multiple of it are left to the copy engine."""
-MOST_GROUPS = 4
-"""Pieces a page is loaded in, each with its own event for the layers it holds."""
+GROUP_ENDS = (16, 4, 2)
+"""After which part of the layers, one in so many, a piece of a page ends: what comes first has
+nothing to hide behind, so it is little; each further piece has the layers before it to hide behind.
+"""
+SMALLEST_PIECES = 4
+"""The copy engine is given no pieces below one in so many of `ENGINE_BYTES`."""
 PINNING_BYTES = (8 << 30, 1 << 30, 128 << 20)
 """Pieces that are tried where host memory cannot be pinned in one."""
 
@@ -53,15 +57,21 @@ class LayerGroup:
 
 
 def layer_groups(layers: int, page_bytes: int, engine_bytes: int) -> tuple[LayerGroup, ...]:
-    """How a page of `layers` layers is cut for loading; the pieces follow each other."""
+    """How a page of `layers` layers is cut for loading; the pieces follow each other.
+
+    Each has its own event for the layers it holds.
+    """
     layer_bytes = page_bytes // layers
     by_kernel = page_bytes < engine_bytes
-    most = MOST_GROUPS if by_kernel else min(MOST_GROUPS, page_bytes // engine_bytes)
-    count = max(1, min(layers, most))
-    edges = [layers * group // count for group in range(count + 1)]
+    least = 1 if by_kernel else max(1, -(-engine_bytes // (SMALLEST_PIECES * layer_bytes)))
+    edges = [0]
+    for part in GROUP_ENDS:
+        edge = max(layers // part, edges[-1] + least)
+        if layers - edge >= least:
+            edges.append(edge)
     return tuple(
         LayerGroup(first, stop, first * layer_bytes, (stop - first) * layer_bytes)
-        for first, stop in pairwise(edges)
+        for first, stop in pairwise([*edges, layers])
     )
 
 
@@ -151,6 +161,12 @@ class CudaDevice:
         mark = self.take_event()
         self.runtime.record(mark, self.runtime.compute_stream())
         return CudaPassage(self, mark)
+
+    def rest(self) -> None:
+        event = self.take_event()
+        self.runtime.record(event, self.runtime.compute_stream())
+        self.runtime.synchronize(event)
+        self.give_events_back([event])
 
     def poison(self, slots: Slots) -> None:
         """On the compute stream, so behind its reads; a page that was stored is stored already."""

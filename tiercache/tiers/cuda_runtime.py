@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tiercache.errors import ConfigError
 from tiercache.tiers.cuda_source import MOST_PAIRS, SOURCE, PagePairs
 from tiercache.types import Slots
 
@@ -110,8 +111,19 @@ class CupyRuntime:
         self._torch: Any = importlib.import_module("torch")
         self._cuda.setDevice(0)
         self._torch.cuda.init()
-        module = importlib.import_module("cupy").RawModule(code=SOURCE)
-        self._kernel: Any = module.get_function("copy_pages")
+        self._module: Any = importlib.import_module("cupy").RawModule(code=SOURCE)
+        self._kernel = self._compiled()
+
+    def _compiled(self) -> int:
+        """The kernel, at the start: what is wrong is said then, and no request waits for it."""
+        try:
+            return int(self._module.get_function("copy_pages").kernel.ptr)
+        except Exception as error:  # of NVRTC, of loading it, or of the driver
+            raise ConfigError(
+                "model.device: cuda needs CuPy to compile a kernel, which fails here"
+                f" ({type(error).__name__}: {error}); it looks for NVRTC of its CUDA version"
+                " (docs/gpu.md)"
+            ) from error
 
     def create_stream(self) -> int:
         return int(self._cuda.streamCreateWithFlags(_NON_BLOCKING))
@@ -148,8 +160,8 @@ class CupyRuntime:
         count: int = 1,
         pitch_bytes: int = 0,
     ) -> None:
-        if count == 1:
-            self._cuda.memcpyAsync(target, source, size_bytes, int(way), stream)
+        if count == 1 or size_bytes == pitch_bytes:  # one piece, as the copy engine likes it
+            self._cuda.memcpyAsync(target, source, count * size_bytes, int(way), stream)
         else:
             self._cuda.memcpy2DAsync(
                 target, pitch_bytes, source, pitch_bytes, size_bytes, count, int(way), stream
@@ -184,7 +196,7 @@ class CupyRuntime:
         self._cuda.setDevice(0)  # the driver wants to know on each thread; it costs nothing
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         self._driver.launchKernel(
-            self._kernel.kernel.ptr,
+            self._kernel,
             *(_BLOCKS, 1, 1),
             *(_THREADS, 1, 1),
             0,

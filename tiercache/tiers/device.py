@@ -82,6 +82,9 @@ class Device(Protocol):
     def passage(self) -> Passage:
         """A batch planned now, behind all that the compute stream was asked so far."""
 
+    def rest(self) -> None:
+        """Waits on the calling thread until all that the compute stream was asked is done."""
+
     def poison(self, slots: Slots) -> None:
         """Fills free DEVICE pages with POISON, after the last read asked for so far."""
 

@@ -38,6 +38,9 @@ class CpuDevice:
     def passage(self) -> CpuPassage:
         return CpuPassage(self.rows, self._layers)
 
+    def rest(self) -> None:
+        """Whoever computes here has done so when it returns."""
+
     def poison(self, slots: Slots) -> None:
         self.rows[slots] = POISON
 

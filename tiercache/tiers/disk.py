@@ -59,6 +59,9 @@ __all__ = [
 ]
 
 _READ_ATTEMPTS = 2
+_READ_TOGETHER = 8
+"""Pages read in one transaction. While it lasts no room is used anew, so on a slow disk it must not
+last long; and what a transaction costs is little beside eight copies."""
 
 
 class DiskStore:
@@ -184,14 +187,20 @@ class DiskStore:
                 if not is_same_page(entry.record, page):
                     flaw = "stored with another parent, namespace or tokens"
                 else:
-                    flaw = self._forms.fetch(self._maps, entry, out)
+                    with self._maps.payloads() as payloads:
+                        flaw = self._forms.fetch(payloads, entry, out)
                 if flaw is None:
                     return
         raise PageCorrupt(f"disk store: page {page.key.hex()}: {flaw}")
 
     def read_pages(self, wanted: Pages) -> list[ReadOutcome]:
         """Reads each page into its row, as `read_into` does; a bad page is an outcome."""
-        return read_each(self.read_into, wanted)
+        outcomes: list[ReadOutcome] = []
+        for first in range(0, len(wanted), _READ_TOGETHER):
+            some = wanted[first : first + _READ_TOGETHER]
+            for one, is_read in zip(some, self._read_together(some), strict=True):
+                outcomes += [ReadOutcome.READ] if is_read else read_each(self.read_into, [one])
+        return outcomes
 
     def write(self, batch: Pages) -> list[WriteOutcome]:
         """Stores pages, parents before children, and says for each what became of it.
@@ -323,6 +332,25 @@ class DiskStore:
             flaw = f"generation {record.generation} has not begun; this is {self.generation}"
         if flaw is not None:
             raise ValueError(f"page {record.key.hex()}: {flaw}")
+
+    def _read_together(self, wanted: Pages) -> list[bool]:
+        """Which pages came, in a first look at all of them. Why one did not is for a second look:
+        it may have been deleted, even written anew, while the first went on."""
+        with self._gate:
+            # Before the entries: what is given up now may lose its entry, and the note of it, soon.
+            kept = [page.key not in self._writer.given_up for page, _ in wanted]
+            entries = self._maps.entries([page.key for page, _ in wanted])
+            with self._maps.payloads() as payloads:
+                return [
+                    is_kept
+                    and entry is not None
+                    and entry.record.generation == self.generation
+                    and is_same_page(entry.record, page)
+                    and row.shape == (self.page_bytes,)
+                    and row.dtype == np.uint8
+                    and self._forms.fetch(payloads, entry, row) is None
+                    for is_kept, entry, (page, row) in zip(kept, entries, wanted, strict=True)
+                ]
 
     def _served(self, key: bytes) -> Entry | None:
         """The entry of a page that may be handed out."""

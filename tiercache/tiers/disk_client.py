@@ -101,7 +101,8 @@ class StoreProcess:
         with self._lane() as lane:
             for some in _pieces(wanted, len(lane.rows)):
                 places, staged = self._places(lane, some)
-                answers = self._ask(lane.connection, "read_pages", (places,))
+                named = [((r.key, r.parent, r.namespace, r.tokens), place) for r, place in places]
+                answers = self._ask(lane.connection, "read_pages", (named,))
                 for index in staged:
                     if answers[index] is ReadOutcome.READ:
                         np.copyto(some[index][1], lane.rows[index])
@@ -167,7 +168,7 @@ class StoreProcess:
         """Sends a call, waits for its answer, and raises what the other side raised."""
         try:
             connection.send((what, arguments))
-            if not connection.poll(seconds):
+            if seconds is not None and not connection.poll(seconds):
                 self._process.kill()  # an answer that comes late would be taken for the next one
                 raise TierUnavailable(f"disk store: no answer to {what} within {seconds:g} s")
             is_good, answer = connection.recv()

@@ -11,7 +11,7 @@ import numpy as np
 from tiercache.codecs import RAW, Codec
 from tiercache.errors import CodecError
 from tiercache.tiers.disk_format import Entry, PageRecord, checksum_of
-from tiercache.tiers.disk_maps import DiskMaps
+from tiercache.tiers.disk_maps import Payloads
 from tiercache.types import Bytes
 
 
@@ -59,7 +59,7 @@ class StoredForms:
         np.copyto(payload, form)
         return self.codec.number, payload
 
-    def fetch(self, maps: DiskMaps, entry: Entry, out: Bytes) -> str | None:
+    def fetch(self, payloads: Payloads, entry: Entry, out: Bytes) -> str | None:
         """Fills `out` with a verified page, or says what is wrong with what is stored. Any thread.
 
         A payload is copied before it is checked, and it is the copy that is decoded.
@@ -68,11 +68,11 @@ class StoredForms:
         if codec is None or not 0 < entry.payload_bytes <= self._page_bytes:
             return f"{entry.payload_bytes:,} bytes by codec {entry.codec} are no page"
         if codec.number == RAW:
-            return maps.copy_payload(entry, out)
+            return payloads.copy(entry, out)
         if not hasattr(self._scratch, "payload"):
             self._scratch.payload = np.empty(self._page_bytes, np.uint8)
         payload = self._scratch.payload[: entry.payload_bytes]
-        flaw = maps.copy_payload(entry, payload)
+        flaw = payloads.copy(entry, payload)
         if flaw is None:
             try:
                 codec.decode(payload, out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +173,12 @@ class DiskMaps:
             value = txn.get(key)
         return None if value is None else Entry.unpack(key, value)
 
+    def entries(self, keys: Collection[bytes]) -> list[Entry | None]:
+        """The entry of each key, all of one moment; None where there is none that can be read."""
+        with translated("reading entries"), self._index.begin(db=self._entries) as txn:
+            values = [txn.get(key) for key in keys]
+        return [_readable(key, value) for key, value in zip(keys, values, strict=True)]
+
     def has_entry(self, key: bytes) -> bool:
         with translated("looking for an entry"), self._index.begin(db=self._entries) as txn:
             return txn.get(key) is not None
@@ -193,10 +199,7 @@ class DiskMaps:
         """
         with translated("listing pages"), self._index.begin(db=self._entries) as txn:
             for key, value in txn.cursor():
-                try:
-                    yield key, Entry.unpack(key, value)
-                except PageCorrupt:
-                    yield key, None
+                yield key, _readable(key, value)
 
     def put_entries(self, entries: Collection[Entry], drop: Collection[bytes] = ()) -> None:
         """Deletes the entries of `drop` and stores new ones, in one transaction."""
@@ -276,18 +279,44 @@ class DiskMaps:
         with translated("deleting payloads"):
             commit(self._pages, change)
 
+    @contextlib.contextmanager
+    def payloads(self) -> Iterator[Payloads]:
+        """Payloads as they are now. Holds a read transaction, so their room cannot be used anew."""
+        with translated("reading payloads"), self._pages.begin(buffers=True) as txn:
+            yield Payloads(txn)
+
     def copy_payload(self, entry: Entry, out: Bytes) -> str | None:
+        """One payload, as `Payloads.copy` does it."""
+        with self.payloads() as payloads:
+            return payloads.copy(entry, out)
+
+
+class Payloads:
+    """What is stored of pages, at one moment."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+
+    def copy(self, entry: Entry, out: Bytes) -> str | None:
         """Copies the payload into `out`, verifies it there, and says what is wrong with it, if so.
 
         The copy is what gets verified: it, not the map, is what the caller goes on with.
         """
         key = entry.record.key
-        with translated("reading a payload"), self._pages.begin(buffers=True) as txn:
-            payload = txn.get(key)
-            if payload is None:
-                return "its payload is missing"
-            if not len(payload) == entry.payload_bytes == len(out):
-                return f"its payload has {len(payload):,} bytes"
-            np.copyto(out, np.frombuffer(payload, dtype=np.uint8))
+        payload = self._transaction.get(key)
+        if payload is None:
+            return "its payload is missing"
+        if not len(payload) == entry.payload_bytes == len(out):
+            return f"its payload has {len(payload):,} bytes"
+        np.copyto(out, np.frombuffer(payload, dtype=np.uint8))
         is_right = checksum_of(key, entry.codec, out) == entry.checksum
         return None if is_right else "its checksum is wrong"
+
+
+def _readable(key: bytes, value: bytes | None) -> Entry | None:
+    if value is None:
+        return None
+    try:
+        return Entry.unpack(key, value)
+    except PageCorrupt:
+        return None

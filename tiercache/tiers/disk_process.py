@@ -19,7 +19,7 @@ from typing import Any
 
 from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_folder import when_let_go
-from tiercache.tiers.disk_wire import Place, Region, StoreFacts
+from tiercache.tiers.disk_wire import Named, Place, Region, StoreFacts
 
 _NICENESS = 10
 """The engine computes first: where cores are short, moving pages takes what it leaves."""
@@ -62,8 +62,9 @@ class StoreServer:
             if method == "close":
                 return
 
-    def _read_pages(self, wanted: list[tuple[Any, Place]]) -> Any:
-        return self._store.read_pages(self._rows(wanted))
+    def _read_pages(self, wanted: list[tuple[tuple[bytes, ...], Place]]) -> Any:
+        named = [(Named._make(names), place) for names, place in wanted]
+        return self._store.read_pages(self._rows(named))
 
     def _write(self, batch: list[tuple[Any, Place]]) -> Any:
         return self._store.write(self._rows(batch))

@@ -9,18 +9,25 @@ A lane carries one call at a time: `(method, arguments)` there, `(True, value)` 
 
 from __future__ import annotations
 
-import mmap
-import os
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import numpy as np
-
+from tiercache.tiers.memory import SharedBlock
 from tiercache.types import Bytes
 
 HOST, STAGING = 0, 1
 
 Place = tuple[int, int]
 """A row: region, and offset in bytes."""
+
+
+class Named(NamedTuple):
+    """What a page that is to be read is called: a record's identity, and all of it that travels."""
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +43,11 @@ class Region:
     """Shared memory, mapped whole. The descriptor stays the caller's."""
 
     def __init__(self, descriptor: int) -> None:
-        self.size_bytes = os.fstat(descriptor).st_size
-        self._map = mmap.mmap(descriptor, self.size_bytes)
-        self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        self._block = SharedBlock(descriptor)
 
     def row(self, offset: int, row_bytes: int) -> Bytes:
         """uint8 `[row_bytes]` at `offset`, not copied."""
-        row: Bytes = self._bytes[offset : offset + row_bytes]
+        row: Bytes = self._block.bytes[offset : offset + row_bytes]
         return row
 
 
