@@ -118,6 +118,7 @@ class Soak:
         self._folder = folder
         self._stop = threading.Event()
         self._url = ""
+        self._model = ""
         self._pid = 0
 
     def run(self) -> None:
@@ -126,6 +127,7 @@ class Soak:
         checker = Checker(reference, self.tally)
         with served_process(self._config, self._folder) as (self._url, process):
             self._pid = process.pid
+            self._model = get(self._url, "/v1/models", OPERATOR)["data"][0]["id"]
             with self._everything(reference, checker):
                 started = time.monotonic()
                 while (left := started + self._plan.seconds - time.monotonic()) > 0:
@@ -258,9 +260,17 @@ class Soak:
             if time.monotonic() > deadline:
                 self.tally.fail(f"something is still held: {held}, {stats['tiers']}")
                 break
+            self._give_the_disk_something_to_write()
             time.sleep(0.5)
         self._look(self._plan.seconds)
         self.at_the_end |= held | {"finished": stats["requests"]["finished"]}
+
+    def _give_the_disk_something_to_write(self) -> None:
+        """A tier whose last move failed is told to be out of order until one has succeeded."""
+        tokens = [random.randrange(3, 200) for _ in range(100)]
+        body = {"model": self._model, "prompt": tokens, "max_tokens": 1}
+        url = f"{self._url}/v1/completions"
+        httpx.post(url, json=body, headers=TRUSTED.headers, timeout=PATIENT_SECONDS)
 
     def _read_log(self) -> None:
         """What broke inside the server without anybody being told stands in its log."""
