@@ -21,6 +21,8 @@ from tiercache.tiers import disk_admin
 
 PAGE_TOKENS = 16
 LONG = {"model": "tiny", "stream": True, "ignore_eos": True, "temperature": 0}
+CONTEXT_TOKENS = 16_384
+"""Room for answers that nobody reads to their end, however busy the machine."""
 
 
 def settings(folder: Path, **server: Any) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def settings(folder: Path, **server: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shutdown")
-    save_tiny_model(folder / "tiny")
+    save_tiny_model(folder / "tiny", max_context_tokens=CONTEXT_TOKENS)
     return folder
 
 
@@ -90,6 +92,15 @@ def until_nobody_listens(url: str) -> None:
     raise AssertionError("new connections are taken still")
 
 
+def until_all_are_there(url: str, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        requests = httpx.get(f"{url}/v1/cache/stats", timeout=30).json()["requests"]
+        if requests["running"] + requests["waiting"] == count:
+            return
+    raise AssertionError(f"{requests} are not {count}")
+
+
 def prompts() -> Iterator[str]:
     for number in range(5):
         yield f"{number}: " + "it was the best of times, it was the worst of times. " * 4
@@ -122,9 +133,10 @@ def test_within_the_grace_running_answers_end_as_ever_and_what_was_computed_is_k
 def test_after_the_grace_answers_are_cut_off_and_say_so(folder: Path, tmp_path: Path) -> None:
     config = settings(folder, shutdown_grace_seconds=0.2, shutdown_write_seconds=0)
     config["tiers"]["disk"]["path"] = str(tmp_path / "store")
+    config["tiers"]["device"]["capacity"] = "32MiB"
     with served_process(config, folder) as (url, process):
-        readers = [Reader(url, prompt, 1800) for prompt in prompts()]
-        assert all(one.began.wait(60) for one in readers[:1])
+        readers = [Reader(url, prompt, CONTEXT_TOKENS - 1000) for prompt in prompts()]
+        until_all_are_there(url, len(readers))
         stop(process)
         for one in readers:
             assert one.last()["error"]["code"] == "shutting_down"
