@@ -96,5 +96,5 @@ def test_few_compiled_kernels_are_kept_unless_the_environment_says_otherwise(
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     make_rig()
-    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
