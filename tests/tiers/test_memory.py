@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -47,11 +48,28 @@ def test_a_view_outlives_its_pool(pool: HostPool) -> None:
     assert (kept == 9).all()
 
 
+def test_bringing_in_gives_way_to_who_waits_and_can_be_stopped_meanwhile(pool: HostPool) -> None:
+    asked = threading.Semaphore(0)
+
+    def somebody_waits() -> bool:
+        asked.release()
+        return True
+
+    populator = Populator([pool.rows], first_bytes=PAGE_BYTES)
+    assert populator.wait_for_first(60)
+    populator.go_on(somebody_waits)
+    for _ in range(3):
+        assert asked.acquire(timeout=60), "it asks again, and does nothing else"
+    populator.stop()
+    assert not populator._thread.is_alive()
+
+
 def test_what_is_brought_in_ahead_keeps_what_it_holds(pool: HostPool) -> None:
     pool.rows[2], pool.rows[9] = 5, 6
     populate(pool.rows.reshape(-1))
     populator = Populator([pool.rows], first_bytes=3 * PAGE_BYTES + 1)
     assert populator.wait_for_first(60)
+    populator.go_on(lambda: False)
     populator._thread.join()
     populator.stop()
     assert [int(row.max()) for row in pool.rows] == [0, 0, 5, 0, 0, 0, 0, 0, 0, 6, 0]

@@ -35,7 +35,10 @@ _MAP_FIXED = 0x10
 _LEAST_PRIORITY = 19
 
 _POPULATE_BYTES = 16 << 20
-"""Populated at a time: the thread can stop between two pieces."""
+_GATHER_BYTES = 4 << 20
+"""Worked on at a time, some 10 ms: the thread can stop or give way between two pieces."""
+
+_GIVE_WAY_SECONDS = 0.05
 
 
 def anonymous_block(size_bytes: int, setting: str) -> Bytes:
@@ -143,13 +146,17 @@ class Populator:
     pages, which takes four times as long.
 
     The first `first_bytes` of every block come first: slots are given out from there, so they are
-    what the first request touches. What is in the blocks is left alone, so they may be in use
-    meanwhile. Each block is uint8 and contiguous, and must stay alive until `stop` has returned.
+    what the first request touches. The rest begins when told and gives way to requests: even at the
+    least priority it takes memory bandwidth and the map's lock from who computes. What is in the
+    blocks is left alone, so they may be in use meanwhile. Each block is uint8 and contiguous, and
+    must stay alive until `stop` has returned.
     """
 
     def __init__(self, blocks: Sequence[Bytes], first_bytes: int = 0) -> None:
         self._blocks = [block.reshape(-1) for block in blocks]
         self._first_bytes = first_bytes
+        self._is_in_the_way: Callable[[], bool] = lambda: False
+        self._may_go_on = threading.Event()
         self._first_are_in = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiercache-populate", daemon=True)
@@ -159,25 +166,40 @@ class Populator:
         """Waits until `first_bytes` of every block are in; False when that took too long."""
         return self._first_are_in.wait(timeout_seconds)
 
+    def go_on(self, is_in_the_way: Callable[[], bool]) -> None:
+        """The rest may be done while `is_in_the_way`, asked on the thread, says that nobody waits
+        for anything that this would slow down."""
+        self._is_in_the_way = is_in_the_way
+        self._may_go_on.set()
+
     def stop(self) -> None:
         self._stop.set()
+        self._may_go_on.set()
         self._thread.join()
         self._blocks.clear()
 
     def _run(self) -> None:
         # Whoever computes goes first: this work is only worth anything while nobody waits.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
-        self._work(populate, [block[: self._first_bytes] for block in self._blocks])
+        for block in self._blocks:
+            populate(block[: self._first_bytes])
         self._first_are_in.set()
-        self._work(populate, [block[self._first_bytes :] for block in self._blocks])
-        self._work(gather, self._blocks)
+        self._may_go_on.wait()
+        self._work(
+            populate, [block[self._first_bytes :] for block in self._blocks], _POPULATE_BYTES
+        )
+        self._work(gather, self._blocks, _GATHER_BYTES)
 
-    def _work(self, work: Callable[[Bytes], bool], blocks: Sequence[Bytes]) -> None:
+    def _work(
+        self, work: Callable[[Bytes], bool], blocks: Sequence[Bytes], piece_bytes: int
+    ) -> None:
         for block in blocks:
-            for start in range(0, block.size, _POPULATE_BYTES):
+            for start in range(0, block.size, piece_bytes):
+                while self._is_in_the_way() and not self._stop.wait(_GIVE_WAY_SECONDS):
+                    pass
                 if self._stop.is_set():
                     return
-                work(block[start : start + _POPULATE_BYTES])
+                work(block[start : start + piece_bytes])
 
 
 def populate(block: Bytes) -> bool:
