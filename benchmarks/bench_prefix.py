@@ -35,6 +35,9 @@ from engine.working_copy import WorkingCopyPool
 
 QUESTION_TOKENS = 50
 LONG_TOKENS = 496 * 16
+SETTLE_SECONDS = 10
+"""After a start and a long prompt: pages are written down, memory is gathered into huge pages. The
+row after a restart does without."""
 CLIENT_TIMEOUT_SECONDS = 1800
 console = Console(width=120)
 
@@ -130,6 +133,7 @@ def states(prefix: list[int], folder: Path, repeats: int) -> dict[str, Any]:
     with serving(config(folder), folder) as url, http(url) as client:
         ask(client, questions(1, seed=9)[0])  # first-use costs of the library
         measure(client, "cold")
+        time.sleep(SETTLE_SECONDS)
         for _ in range(repeats):
             measure(client, "DEVICE")
         for _ in range(repeats):

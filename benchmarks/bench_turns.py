@@ -205,8 +205,8 @@ def main() -> None:
             for setup, config in setups(shape, Path(name)).items():
                 results.setdefault(setup, []).append(run(config, shape))
                 console.print(setup, results[setup][-1])
+        path = save("turns-quick" if options.quick else "turns", measured_on, {"setups": results})
     print_table(results)
-    path = save("turns-quick" if options.quick else "turns", measured_on, {"setups": results})
     console.print(f"written to {path.name}")
 
 

@@ -13,6 +13,9 @@ from tiercache.types import MissReason
 _MOST_REFETCHES = 2
 """Failed loads after which a request computes for itself."""
 
+_LEAST_STRETCH_TOKENS = 64
+"""Fewer at a time are computed at a higher price each."""
+
 _MORE_PATIENCE = 0.25
 """Of the wait so far: that long at least until an overdue load is looked at again."""
 
@@ -89,12 +92,21 @@ class Fetching:
         self._expect(active, decision, is_overdue=is_overdue)
         if decision is None or not decision.front_pages:
             return
-        chunk_pages = max(1, self._settings.prefill_chunk_tokens // self._cache.page_tokens)
-        stop = self._cache.take_up(lease, first, min(decision.front_stop, first + chunk_pages))
+        last = min(decision.front_stop, first + self._stretch_pages(active))
+        stop = self._cache.take_up(lease, first, last)
         if stop > first:
             active.loading.met(decision)
             self._go_on(active, first)
             active.front_stop_tokens = stop * self._cache.page_tokens
+
+    def _stretch_pages(self, active: Active) -> int:
+        """How much of a front is computed before the rest is weighed again: as much as has been, at
+        least a little, at most a chunk. So what the first moves of a tier seemed to say, whose
+        medium had to wake up for instance, costs no more than it has cost already."""
+        so_far = sum(stop - first for first, stop in active.fronts)
+        page_tokens = self._cache.page_tokens
+        most = max(1, self._settings.prefill_chunk_tokens // page_tokens)
+        return min(most, max(so_far, _LEAST_STRETCH_TOKENS // page_tokens, 1))
 
     def _expect(self, active: Active, decision: Decision | None, *, is_overdue: bool) -> None:
         """When to look at it again if nothing comes: ever less often."""
