@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.types import Tier
 
 _WEIGHT_OF_NEW_LOAD = 0.1
-_WEIGHT_OF_NEW_CHUNK = 0.2
 """How much of what was seen before fades with each observation."""
+
+_FADING_TOKENS = 2048
+"""Of prompts that were computed since: what was seen before then counts a third."""
 
 STALE_SECONDS = 30.0
 """A tier not loaded from for so long is measured anew: what was slow may have recovered."""
@@ -29,7 +33,9 @@ class PrefillCost:
         """A chunk of `tokens` tokens that began at `position` took `seconds`."""
         context, cost = position + tokens / 2, seconds / tokens
         seen = np.array([1.0, context, cost, context * context, context * cost])
-        self._sums = (1 - _WEIGHT_OF_NEW_CHUNK) * self._sums + seen
+        # Least squares of seconds, not of seconds a token: the few tokens behind a hit take long
+        # each, and are not what computing all is like.
+        self._sums = math.exp(-tokens / _FADING_TOKENS) * self._sums + tokens * tokens * seen
 
     def seconds(self, start: npt.NDArray[np.float64], stop: float) -> npt.NDArray[np.float64]:
         """Estimated time for the tokens `[start, stop)`, for each start."""

@@ -65,6 +65,24 @@ def test_a_prefill_that_grows_with_its_context_is_fitted_by_a_line() -> None:
     assert whole == pytest.approx(0.001 * 8192 + 1e-6 * 8192**2 / 2, rel=0.02)
 
 
+def test_what_hits_compute_does_not_make_prompts_look_slow() -> None:
+    """A few tokens over a long context cost several times more each than those of a chunk."""
+
+    def takes(position: int, tokens: int) -> float:
+        return 0.03 + tokens * (0.0008 + 2e-7 * (position + tokens / 2))
+
+    cost = PrefillCost()
+    for position in range(0, 4096, 512):
+        cost.saw(position, 512, takes(position, 512))
+    before = cost.seconds(np.array([0.0]), 2000.0)[0]
+    for _ in range(20):
+        cost.saw(2000, 50, takes(2000, 50))
+    after = cost.seconds(np.array([0.0]), 2000.0)[0]
+    really = sum(takes(position, 500) for position in range(0, 2000, 500))
+    assert before == pytest.approx(really, rel=0.1)
+    assert after == pytest.approx(really, rel=0.25)
+
+
 @given(
     st.lists(st.sampled_from([0, 1, 2]), min_size=1, max_size=60),
     st.floats(1e-5, 1.0),
