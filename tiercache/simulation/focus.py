@@ -96,16 +96,20 @@ def _meeting(scenario: Scenario, rng: Random) -> Scenario:
     """Fronts are computed page by page while tails load, by several at once, and pools change
     under them."""
     shaped = _begun(scenario, rng)
+    prompt_pages = rng.randint(5, 9)
+    device = rng.choice((2, 3, 4)) * (prompt_pages + 1)
+    host = rng.choice((0, prompt_pages, device))
     return replace(
         shaped,
+        capacity_pages=_sizes(device, host, 3 * device),
+        longest_prompt_tokens=prompt_pages * scenario.layout.page_tokens + 1,
         pages_per_move=rng.choice((1, 2, 3)),
         readers=rng.choice((1, 3)),
         most_requests=4,
         chunk_pages=1,
+        repeat_share=0.2,
         meeting_share=0.6,
-        operations=shaped.operations
-        | {"crowd": 3, "arrive_cold": 10, "evict_device": 10, "abort": 2, "timeout": 2}
-        | {"resize": 4, "flush": 0.5, "flush_unrecorded": 0.5, "kill": 0.3, "shutdown": 0.3},
+        operations=shaped.operations | _MEETING_OPERATIONS,
     )
 
 
@@ -270,6 +274,29 @@ _COLD_OPERATIONS: dict[str, float] = {
     "resize": 0.5,
     "flush": 0.05,
     "flush_unrecorded": 0.05,
+}
+
+
+_MEETING_OPERATIONS: dict[str, float] = {
+    "arrive": 6,
+    "arrive_cold": 25,
+    "crowd": 5,
+    "proceed": 90,
+    "pass_time": 12,
+    "settle_one": 6,
+    "tick": 4,
+    "evict_tier": 3,
+    "evict_device": 25,
+    "evict_host": 8,
+    "rest": 2,
+    "abort": 1,
+    "timeout": 1,
+    "resize": 4,
+    "flush": 0.5,
+    "flush_unrecorded": 0.5,
+    "shutdown": 0.2,
+    "kill": 0.2,
+    "power_loss": 0.2,
 }
 
 
