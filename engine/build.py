@@ -51,6 +51,11 @@ _AUTO_READ_RATE = 100 << 20
 """Bytes a second beside requests that compute; while none does, reads have no limit."""
 _AUTO_WRITE_RATE = 50 << 20
 """Bytes a second that a step of the engine does not feel; see docs/disk.md."""
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_MOST_KERNELS = 256
+"""Kernels that oneDNN, and torch above it, keep compiled. Steps come with many numbers of rows, and
+the 1,024 that both keep otherwise take 150 MiB and more, for nothing: it is no faster. One step of
+sixteen prompts of different lengths may need more than 64."""
 _AUTO_WORKING_COPY_SHARE = 4
 """`auto` takes at most this fraction of the machine's memory: one in four."""
 
@@ -68,6 +73,8 @@ def build_engine(
     `progress` shows the weights loading. `model_cache_dir` is where converted models are kept.
     `model` and `parts` take the place of what `config.model` names.
     """
+    for name in _KERNEL_CACHES:  # read when the first kernel is compiled
+        os.environ.setdefault(name, str(_MOST_KERNELS))
     if config.engine.threads != "auto":
         torch.set_num_threads(config.engine.threads)
     parts = parts or choose_parts(config)

@@ -22,6 +22,7 @@ _MARGIN_BYTES = 64 << 20
 class DiskFaults(threading.Thread):
     """One fault after another, each in its turn and in random order, until told to stop.
 
+    While it `is_calm`, only such as leave the store's process alive: its memory is looked at.
     `floor_bytes` is the server's `free_space_floor`, which a big file beside the store crosses.
     `is_healthy` tells whether the disk is in use; after each fault it has to come back.
     """
@@ -32,6 +33,7 @@ class DiskFaults(threading.Thread):
         store: Path,
         floor_bytes: int,
         is_healthy: Callable[[], bool],
+        is_calm: Callable[[], bool],
         tally: Tally,
         *,
         every_seconds: float,
@@ -45,6 +47,7 @@ class DiskFaults(threading.Thread):
         self._filler = store.with_name("filler")
         self._floor_bytes = floor_bytes
         self._is_healthy = is_healthy
+        self._is_calm = is_calm
         self._tally = tally
         self._every_seconds = every_seconds
         self._patience_seconds = patience_seconds
@@ -52,12 +55,13 @@ class DiskFaults(threading.Thread):
         self._chance = random.Random(7)
 
     def run(self) -> None:
-        faults = [self.kill, self.silence, self.rot, self.no_writes, self.full, self.gone, self.cut]
+        gentle = [self.silence, self.no_writes, self.full]
+        faults = [*gentle, self.kill, self.rot, self.gone, self.cut]
         turn: list[Callable[[], None]] = []
         while not self._stop_faults.wait(self._every_seconds):
             if not turn:
                 turn = self._chance.sample(faults, len(faults))
-            fault = turn.pop()
+            fault = self._chance.choice(gentle) if self._is_calm() else turn.pop()
             name = fault.__name__
             try:
                 fault()

@@ -49,6 +49,8 @@ class Plan:
     fault_every_seconds: float = 50
     crowd_every_seconds: float = 45
     crowd_requests: int = 40
+    calm: tuple[float, float] = (0.3, 0.8)
+    """From which to which part of the time the store's process is left alive."""
     patience_seconds: float = 600
     """Longest time that the disk may take to come back, or the server to come to rest."""
 
@@ -118,6 +120,8 @@ class Soak:
         self._folder = folder
         self._stop = threading.Event()
         self._url = ""
+        self._model = ""
+        self._started = 0.0
         self._pid = 0
 
     def run(self) -> None:
@@ -126,11 +130,12 @@ class Soak:
         checker = Checker(reference, self.tally)
         with served_process(self._config, self._folder) as (self._url, process):
             self._pid = process.pid
+            self._model = get(self._url, "/v1/models", OPERATOR)["data"][0]["id"]
+            self._started = time.monotonic()
             with self._everything(reference, checker):
-                started = time.monotonic()
-                while (left := started + self._plan.seconds - time.monotonic()) > 0:
+                while (left := self._started + self._plan.seconds - time.monotonic()) > 0:
                     time.sleep(min(self._plan.look_every_seconds, left))
-                    self._look(time.monotonic() - started)
+                    self._look(time.monotonic() - self._started)
             checker.finish()
             self._look_at_rest()
             began = time.monotonic()
@@ -160,6 +165,7 @@ class Soak:
                 Path(disk["path"]),
                 disk["free_space_floor"],
                 self._disk_is_healthy,
+                self._is_calm,
                 tally,
                 every_seconds=plan.fault_every_seconds,
                 patience_seconds=plan.patience_seconds,
@@ -207,6 +213,10 @@ class Soak:
     def _crowds(self) -> None:
         for _ in repeatedly(self._plan.crowd_every_seconds, self._stop):
             crowd(self._url, PLAIN, self._plan.crowd_requests, self.tally)
+
+    def _is_calm(self) -> bool:
+        begin, end = self._plan.calm
+        return begin <= (time.monotonic() - self._started) / self._plan.seconds < end
 
     def _disk_is_healthy(self) -> bool:
         tiers = get(self._url, "/v1/cache/tiers", OPERATOR)["tiers"]
@@ -258,9 +268,17 @@ class Soak:
             if time.monotonic() > deadline:
                 self.tally.fail(f"something is still held: {held}, {stats['tiers']}")
                 break
+            self._give_the_disk_something_to_write()
             time.sleep(0.5)
         self._look(self._plan.seconds)
         self.at_the_end |= held | {"finished": stats["requests"]["finished"]}
+
+    def _give_the_disk_something_to_write(self) -> None:
+        """A tier whose last move failed is told to be out of order until one has succeeded."""
+        tokens = [random.randrange(3, 200) for _ in range(100)]
+        body = {"model": self._model, "prompt": tokens, "max_tokens": 1}
+        url = f"{self._url}/v1/completions"
+        httpx.post(url, json=body, headers=TRUSTED.headers, timeout=PATIENT_SECONDS)
 
     def _read_log(self) -> None:
         """What broke inside the server without anybody being told stands in its log."""

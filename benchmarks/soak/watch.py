@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 import numpy as np
 
 WARM_UP_SECONDS = 600
-"""Until then pools and tables fill up; memory is judged from there on."""
+"""So long pools and tables of a process fill up; its memory is judged from there on."""
 LEAST_JUDGED_SECONDS = 600
 MOST_GROWTH_AN_HOUR = 0.05
 """Memory is flat if the line through it rises by less than this share of its mean in an hour."""
@@ -47,10 +48,12 @@ def store_process(server_pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process takes: memory of its own and shared, mapped files, open files, threads."""
+    """What a process takes: memory of its own, shared memory and mapped files that it has touched
+    (whose pages the system takes back as it likes), open files, threads."""
 
+    pid: int
     own_mib: float
-    """Without mapped files, whose pages the system takes back as it likes."""
+    shared_mib: float
     mapped_mib: float
     files: int
     threads: int
@@ -58,6 +61,8 @@ class Footprint:
 
 def footprint(pid: int | None) -> dict[str, Any] | None:
     """The footprint of a process as JSON; None when it is not there."""
+    if pid is None:
+        return None
     try:
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
         files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
@@ -66,33 +71,40 @@ def footprint(pid: int | None) -> dict[str, Any] | None:
     facts = dict(line.split(":", 1) for line in status)
     if "RssAnon" not in facts:  # it has ended and waits to be noticed
         return None
-    mib = {name: int(facts[name].split()[0]) / 1024 for name in ("RssAnon", "RssShmem", "RssFile")}
-    own_mib = mib["RssAnon"] + mib["RssShmem"]
-    footprint = Footprint(round(own_mib, 1), round(mib["RssFile"], 1), files, int(facts["Threads"]))
-    return asdict(footprint)
+    sizes = (facts[name] for name in ("RssAnon", "RssShmem", "RssFile"))
+    own, shared, mapped = (round(int(size.split()[0]) / 1024, 1) for size in sizes)
+    return asdict(Footprint(pid, own, shared, mapped, files, int(facts["Threads"])))
 
 
-def judge_memory(minutes: list[dict[str, Any]], process: str) -> dict[str, Any]:
-    """Whether the memory of `process` is flat after the warm-up, and by which figures.
+def judge_memory(
+    minutes: list[dict[str, Any]], process: str, parts: tuple[str, ...] = ("own_mib", "shared_mib")
+) -> dict[str, Any]:
+    """Whether the memory of `process` is flat, and by which figures: a least-squares line through
+    the sum of `parts`, over the longest life that the process had, after its warm-up.
 
-    A least-squares line through `own_mib`. `is_flat` is None where there is too little to judge.
+    `is_flat` is None where no life was long enough to judge.
     """
-    points = [
-        (minute["seconds"], minute[process]["own_mib"])
-        for minute in minutes
-        if minute[process] is not None and minute["seconds"] >= WARM_UP_SECONDS
-    ]
-    bound = MOST_GROWTH_AN_HOUR
+    lives: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for minute in minutes:
+        if (found := minute[process]) is not None:
+            lives[found["pid"]].append((minute["seconds"], sum(found[part] for part in parts)))
+    longest = max(lives.values(), key=lambda life: life[-1][0] - life[0][0], default=[(0, 0)])
+    points = [point for point in longest if point[0] >= longest[0][0] + WARM_UP_SECONDS]
+    verdict = {
+        "is_flat": None,
+        "most_growth_share_an_hour": MOST_GROWTH_AN_HOUR,
+        "lives": len(lives),
+    }
     if len(points) < 3 or points[-1][0] - points[0][0] < LEAST_JUDGED_SECONDS:
-        return {"is_flat": None, "most_growth_share_an_hour": bound}
-    seconds, own_mib = np.array(points).T
-    slope_mib_an_hour = float(np.polyfit(seconds / 3600, own_mib, 1)[0])
-    mean_mib = float(own_mib.mean())
-    return {
-        "is_flat": slope_mib_an_hour < bound * mean_mib,
+        return verdict
+    seconds, mib = np.array(points).T
+    slope_mib_an_hour = float(np.polyfit(seconds / 3600, mib, 1)[0])
+    mean_mib = float(mib.mean())
+    return verdict | {
+        "is_flat": slope_mib_an_hour < MOST_GROWTH_AN_HOUR * mean_mib,
         "slope_mib_an_hour": round(slope_mib_an_hour, 2),
         "mean_mib": round(mean_mib, 1),
-        "highest_mib": float(own_mib.max()),
-        "most_growth_share_an_hour": bound,
+        "highest_mib": float(mib.max()),
         "from_seconds": points[0][0],
+        "to_seconds": points[-1][0],
     }

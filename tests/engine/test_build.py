@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,14 @@ def test_a_second_process_on_the_same_disk_path_is_refused_and_the_first_goes_on
     assert "ConfigError: tiers.disk.path" in done.stderr, done.stderr
     assert rig.answer(prompt(1)).usage.cached_tokens == 96
     rig.assert_nothing_is_held()
+
+
+def test_few_compiled_kernels_are_kept_unless_the_environment_says_otherwise(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory does not grow with the number of shapes that steps have had."""
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    make_rig()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"

@@ -121,11 +121,11 @@ def test_a_lookup_an_eviction_and_a_flush_agree_with_each_other(
     found = lookup()
     assert found["matched_tokens"] == found["tokens_by_tier"]["device"] > len(DOCUMENT) // 2
 
-    prefix = {"messages": salted["messages"]}
-    evicted = http.post(
-        "/v1/cache/evict", json={"tier": "device", "prefix": prefix, "cache_salt": "operator"}
-    ).json()
-    assert evicted["evicted"] * PAGE_TOKENS >= found["matched_tokens"]
+    order = {"tier": "device", "cache_salt": "operator", "prefix": {"messages": salted["messages"]}}
+    evicted_pages = 0
+    while lookup()["tokens_by_tier"]["device"]:  # what the answer added may be on its way down
+        evicted_pages += http.post("/v1/cache/evict", json=order).json()["evicted"]
+    assert evicted_pages * PAGE_TOKENS >= found["matched_tokens"]
     assert lookup()["tokens_by_tier"] == {
         "device": 0, "host": found["matched_tokens"], "disk": 0, "shared": 0,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.soak.run import Plan, Soak, settings
 from benchmarks.soak.watch import judge_memory
@@ -42,14 +43,25 @@ def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(tmp_pat
     assert hits["host"] + hits["disk"] > 0
 
 
-def test_memory_that_grows_is_not_flat() -> None:
-    def minutes(mib_a_minute: float) -> list[dict[str, object]]:
-        return [
-            {"seconds": 60 * minute, "server": {"own_mib": 500 + mib_a_minute * minute}}
-            for minute in range(60)
-        ]
+def minutes(mib_a_minute: float, life_minutes: int = 60) -> list[dict[str, Any]]:
+    """An hour of a process that grows like that and starts anew after each of its lives."""
+    return [
+        {
+            "seconds": 60 * minute,
+            "store": {
+                "pid": minute // life_minutes,
+                "own_mib": 500 + mib_a_minute * (minute % life_minutes),
+                "shared_mib": 64,
+            },
+        }
+        for minute in range(60)
+    ]
 
-    assert judge_memory(minutes(0.1), "server")["is_flat"]
-    assert judge_memory(minutes(-1), "server")["is_flat"]
-    assert judge_memory(minutes(1), "server")["is_flat"] is False
-    assert judge_memory(minutes(1)[:15], "server")["is_flat"] is None
+
+def test_memory_that_grows_is_not_flat() -> None:
+    assert judge_memory(minutes(0.1), "store")["is_flat"]
+    assert judge_memory(minutes(-1), "store")["is_flat"]
+    assert judge_memory(minutes(1), "store")["is_flat"] is False
+    assert judge_memory(minutes(1, life_minutes=30), "store")["is_flat"] is False
+    assert judge_memory(minutes(1, life_minutes=15), "store")["is_flat"] is None
+    assert judge_memory(minutes(1)[:15], "store")["is_flat"] is None

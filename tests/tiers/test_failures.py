@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.disk_parts import WRITTEN, in_process, no_file_longer_than, read_all
-from tiercache.errors import TierLost, TierOffline, TierUnavailable
+from tiercache.errors import PageCorrupt, TierLost, TierOffline, TierUnavailable
 from tiercache.metrics import DropReason
 from tiercache.testing.disk_pages import (
     MIB,
@@ -245,6 +246,34 @@ def test_a_file_cut_short_under_a_running_store_kills_its_process_alone(
     assert path.with_name("store.damaged").exists()
     assert set(guarded.write(with_payloads(records))) == {WRITTEN}
     assert read_all(guarded, records) == len(records)
+
+
+def test_a_store_whose_tree_is_bent_while_it_is_open_is_set_aside_and_starts_anew(
+    guarded: GuardedStore, path: Path
+) -> None:
+    """Every write into a leaf that is none any more would fail, for ever."""
+    records = chain(20)
+    assert set(guarded.write(with_payloads(records))) == {WRITTEN}
+    bend_leaves(path / "pages" / "data.mdb")
+    with pytest.raises((PageCorrupt, TierLost)):
+        guarded.write(with_payloads(chain(20, seed=1)))
+    assert guarded.writes_trouble
+    assert came_back_with(guarded) == frozenset()
+    assert path.with_name("store.damaged").exists()
+    assert set(guarded.write(with_payloads(records))) == {WRITTEN}
+    assert read_all(guarded, records) == len(records)
+
+
+def bend_leaves(file: Path) -> None:
+    """Takes the mark of a leaf off every page of an LMDB file that has it."""
+    leaf, flags_at = 0x02, 10
+    with file.open("r+b") as raw:
+        for page in range(2, file.stat().st_size // 4096):
+            raw.seek(page * 4096 + flags_at)
+            (flags,) = struct.unpack("<H", raw.read(2))
+            if flags == leaf:
+                raw.seek(page * 4096 + flags_at)
+                raw.write(struct.pack("<H", 0))
 
 
 @pytest.fixture

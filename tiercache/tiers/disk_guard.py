@@ -30,6 +30,9 @@ _PATIENCE_SECONDS = 30.0
 """How long a write may go without an answer before its process is ended."""
 _BURST_BYTES = 2 << 20
 """Read in one go where reads are limited."""
+_LOST = (TierLost, PageCorrupt)
+"""What only opening the store anew may help against. A bad page is an outcome of a read; where a
+whole call ends with PageCorrupt, the trees of the store are damaged."""
 NO_SPACE = "the file system has no room, or less than tiers.disk.free_space_floor"
 
 
@@ -214,11 +217,11 @@ class GuardedStore:
         passage = _Passage()
         try:
             yield passage
-        except (PageCorrupt, TierFull):
+        except TierFull:
             raise
         except TierError as error:
             passage.fault = str(error)
-            if isinstance(error, TierLost):
+            if isinstance(error, _LOST):
                 self._lose(str(error))
             raise
         finally:
@@ -250,7 +253,7 @@ class GuardedStore:
             if self._store.generation < self.generation:
                 self._store.set_generation(self.generation)
             keys = frozenset(self._store.table().key_list)
-        except TierLost as error:
+        except _LOST as error:
             self._lose(str(error))
         except (TierCacheError, OSError) as error:
             for breaker in (self._reads, self._writes):
