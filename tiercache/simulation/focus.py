@@ -97,7 +97,7 @@ def _meeting(scenario: Scenario, rng: Random) -> Scenario:
     under them."""
     shaped = _begun(scenario, rng)
     prompt_pages = rng.randint(5, 9)
-    device = rng.choice((2, 3, 4)) * (prompt_pages + 1)
+    device = rng.choice((2, 3, 5)) * (prompt_pages + 1)
     host = rng.choice((0, prompt_pages, device))
     return replace(
         shaped,
@@ -107,6 +107,7 @@ def _meeting(scenario: Scenario, rng: Random) -> Scenario:
         readers=rng.choice((1, 3)),
         most_requests=4,
         chunk_pages=1,
+        hot_prefixes=4,
         repeat_share=0.2,
         meeting_share=0.6,
         operations=shaped.operations | _MEETING_OPERATIONS,
@@ -283,15 +284,13 @@ _MEETING_OPERATIONS: dict[str, float] = {
     "crowd": 5,
     "proceed": 90,
     "pass_time": 12,
-    "settle_one": 6,
+    "settle_one": 4,
     "tick": 4,
     "evict_tier": 3,
-    "evict_device": 25,
-    "evict_host": 8,
-    "rest": 2,
+    "turn_cold": 10,
     "abort": 1,
     "timeout": 1,
-    "resize": 4,
+    "resize": 1,
     "flush": 0.5,
     "flush_unrecorded": 0.5,
     "shutdown": 0.2,
@@ -342,7 +341,7 @@ SCENES: Mapping[Stage, tuple[str, ...]] = {
     Stage.FOLLOWING: ("arrive", "proceed", "arrive_behind"),
     Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("arrive", "proceed", "proceed", "proceed", "tick"),
     Stage.FETCHING: _COLD_SCENE,
-    Stage.MEETING: (*_COLD_SCENE, "proceed", "proceed"),
+    Stage.MEETING: ("turn_cold", "arrive_cold", "proceed", "pass_briefly", "proceed"),
     Stage.FETCHING_BEGUN: (*_COLD_SCENE, "pass_briefly"),
     Stage.FETCHING_PARTLY_ARRIVED: (*_COLD_SCENE, "settle_one"),
 }

@@ -38,6 +38,7 @@ OPERATIONS: Mapping[str, float] = {
     "kill": 0.5,
     "power_loss": 0.5,
     "rest": 0.4,
+    "turn_cold": 0.4,
 }
 
 ALWAYS = frozenset({"arrive", "proceed", "pass_time", "settle_one", "tick", "lookup"})

@@ -211,6 +211,13 @@ class World:
         self.process.come_to_rest()
         self.process.verify_disk()
 
+    def _turn_cold(self) -> None:
+        """All is written down, and what nobody holds is on slower tiers only."""
+        self._rest()
+        self._evict_device()
+        if self._rng.random() < 0.5:
+            self._evict_host()
+
     # Operators
 
     def _evict_tier(self) -> None:
