@@ -102,6 +102,8 @@ class Service:
             return request.stage
         if request.stage is Stage.FETCHING:
             return self._fetching_stage(request, lease)
+        if request.stage is Stage.MEETING:
+            return Stage.MEETING
         if request.stage is Stage.PREFILLING:
             writes = (m for m in self._cache.moves.moves() if m.target > m.source)
             if any(np.isin(move.pages, lease.path).any() for move in writes):
