@@ -88,6 +88,14 @@ class Prefixes:
             return False
         return not holds_up_others or all(load.has_begun for load in loads)
 
+    def can_come(self, active: Active) -> bool:
+        """Whether the request's next pass can bring its prefix in: not while another computes some
+        of it, who has taken that up since the pass was decided on."""
+        lease, incoming = active.lease, active.incoming
+        if lease is None or incoming is None or incoming.stop < lease.matched_pages:
+            return True
+        return self._cache.loads.layered(lease) is not None
+
     def arrival(self, active: Active) -> PrefixArrival | None:
         """What brings the request's prefix in during its next pass; None where it is in place."""
         incoming = active.incoming

@@ -74,7 +74,9 @@ class Steps:
         running = [
             active
             for active in self._roster.admitted
-            if active.state is State.RUNNING and self._is_covered(active)
+            if active.state is State.RUNNING
+            and self._is_covered(active)
+            and self._prefixes.can_come(active)
         ]
         return plan_step(
             running,

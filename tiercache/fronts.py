@@ -34,6 +34,9 @@ def take_up(cache: TierCache, lease: Lease, first: int, stop: int) -> int:
     lease.require_open()
     assert lease.front is None, "one stretch at a time"
     assert first <= stop <= lease.matched_pages
+    columns = cache.catalog.tiers[Tier.DEVICE]
+    if columns.held_count > columns.capacity_pages:
+        return first  # it shrinks: what is taken back could not be filled again
     pages = lease.page_range(first, stop)
     others = [other for other in cache.leases.values() if other is not lease]
     taken = cache.catalog.ready_on(Tier.DEVICE, pages) | _being_computed(pages, others)
@@ -48,6 +51,7 @@ def take_up(cache: TierCache, lease: Lease, first: int, stop: int) -> int:
         lease.front = Front(first, _begin_fill(cache, lease, pages))
         lease.awaited = lease.awaited[~np.isin(lease.awaited, pages)]
     left = taken_back[~np.isin(taken_back, pages)]
+    left = left[cache.catalog.ready_elsewhere(Tier.DEVICE, left)]  # the others are lost
     if left.size:
         cache.loads.start(left, lease.payer)
     return first + int(pages.size)
@@ -69,11 +73,11 @@ def _take_back(cache: TierCache, lease: Lease, pages: PageIds, others: Sequence[
     books = cache.catalog.tenants
     if books is not None:
         pages = pages[books.pays_for(Tier.DEVICE, pages, lease.payer)]
-    taken_back = [np.empty(0, np.int32)]
+    withdrawn = [np.empty(0, np.int32)]
     for settled in cache.loads.withdraw(pages, others):
         upkeep.enter(cache, settled)
-        taken_back.append(settled.failed[np.isin(settled.failed, lease.awaited)])
-    found = np.concatenate(taken_back)
+        withdrawn.append(settled.failed)
+    found = lease.awaited[np.isin(lease.awaited, np.concatenate(withdrawn))]  # each page once
     without = cache.catalog.tiers[Tier.DEVICE].state[found] == int(SlotState.FREE)
     lost: PageIds = found[without]
     return lost

@@ -90,12 +90,15 @@ def acquire(
 
 def weigh_again(cache: TierCache, lease: Lease, from_page: int) -> Decision | None:
     """What would be decided on the lease's prefix now, of which `from_page` pages are in place;
-    None where nothing is weighed."""
+    None where nothing is weighed. Nor is it where the copy that a page came from is gone: what is
+    under way, or being computed, is all there will be."""
     lease.require_open()
     if cache.gate is None or lease.decision is None:
         return None
     prefix, now = lease.page_range(0, lease.matched_pages), cache.clock.now_seconds()
     sources = cache.catalog.fastest_ready(prefix)
+    if (sources < 0).any():
+        return None
     queued = cache.moves.loading_pages(prefix)
     return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued)
 

@@ -23,7 +23,7 @@ from tiercache.room import RoomMaker
 from tiercache.settings import CacheSettings
 from tiercache.tenants import NOBODY
 from tiercache.transfer import batches, cut
-from tiercache.types import PageIds, Tier
+from tiercache.types import PageIds, SlotState, Tier
 
 _NO_PAGES = np.empty(0, np.int32)
 
@@ -62,13 +62,16 @@ class Loads:
             self._moves.start(batch, Tier.DISK, self._chain_up(batch, payer), payer)
 
     def layered(self, lease: Lease) -> list[LayerArrivals] | None:
-        """The loads `lease` waits for, if all of them come by layers; None if one does not.
+        """The loads `lease` waits for, if all of them come by layers; None if one does not, or if
+        a page is not to come by a load any more, since somebody else computes it.
 
         With all of them told to have ended or not, its pages have DEVICE slots to be read from.
         """
+        device = self._catalog.tiers[Tier.DEVICE]
         missing, found = lease.awaited, []
+        missing = missing[device.state[missing] != int(SlotState.READY)]
         for move in self._moves.loads():
-            mine = np.isin(missing, move.pages)
+            mine = np.isin(device.slot[missing], move.hops[-1].slots)
             if not mine.any():
                 continue
             if move.arrivals is None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.prompts import N, opened, prompt, rig_with_disk
+from tiercache.gate import LoadGate
 from tiercache.lease import Fetch, Lease
 from tiercache.simulation.medium import SimulatedStore
 from tiercache.testing.rig import CacheRig, stamp
@@ -163,6 +164,75 @@ def test_a_front_that_was_superseded_only_gives_its_slots_back() -> None:
     rig.cache.release(one)
     rig.cache.release(quick)
     assert rig.cache.catalog.tiers[Tier.DEVICE].free_count == 32 - PAGES
+
+
+def test_what_another_computes_is_not_read_layer_by_layer_from_the_load_it_superseded() -> None:
+    rig = stored_below()
+    one, other = opened(rig, TOKENS), opened(rig, TOKENS)
+    assert rig.cache.loads.layered(other) is not None
+    rig.cache.take_up(one, 0, 5)
+    assert rig.cache.loads.layered(other) is None
+    assert rig.cache.loads.layered(one) is not None
+    compute_front(rig, one, 5)
+    assert rig.cache.loads.layered(other) is not None
+
+
+def test_of_two_loads_of_a_page_that_are_both_taken_back_one_comes_again() -> None:
+    rig = CacheRig({Tier.DEVICE: 64, Tier.HOST: 32}, move_pages=3)
+    rig.store_prompt(TOKENS)
+    rig.settle()
+    rig.cache.evict(Tier.DEVICE)
+    waits, quits = opened(rig, TOKENS), opened(rig, TOKENS)
+    rig.cache.take_up(quits, 1, 3)  # of the load of pages 0 to 2, which goes on
+    rig.cache.release(quits)
+    last = opened(rig, TOKENS)  # loads pages 1 and 2 again
+    rig.cache.release(waits)
+    assert rig.cache.take_up(last, 0, 2) == 2
+    rig.assert_sound()
+    compute_front(rig, last, 2)
+    rig.settle()
+    assert rig.cache.fetch_state(last) is Fetch.READY
+    rig.assert_lease_reads_its_own(last)
+
+
+def test_a_device_that_shrinks_below_what_is_held_has_no_front_taken_up() -> None:
+    rig = stored_below()
+    lease = opened(rig, TOKENS)
+    rig.cache.resize(Tier.DEVICE, 4)
+    assert rig.cache.take_up(lease, 0, 5) == 0
+    rig.assert_sound()
+    rig.settle()
+    assert rig.cache.fetch_state(lease) is Fetch.READY
+    rig.assert_lease_reads_its_own(lease)
+
+
+def detach_disk(rig: CacheRig) -> None:
+    """A flush that DISK cannot record: what was stored there is gone."""
+    assert isinstance(rig.cache.store, SimulatedStore)
+    rig.cache.store.is_out = True
+    assert rig.cache.flush().detached == (Tier.DISK,)
+
+
+def test_what_is_taken_back_and_stored_nowhere_any_more_is_lost() -> None:
+    rig = stored_below(Tier.DISK)
+    lease = opened(rig, TOKENS)
+    detach_disk(rig)
+    assert rig.cache.take_up(lease, 0, 5) == 5  # page 5 comes with page 4
+    compute_front(rig, lease, 5)
+    rig.assert_sound()
+    assert rig.cache.fetch_state(lease) is Fetch.FAILED
+    rig.cache.release(lease)
+    rig.assert_sound()
+
+
+def test_what_is_stored_nowhere_any_more_is_not_weighed() -> None:
+    rig = stored_below(Tier.DISK)
+    rig.cache.gate = LoadGate(rig.layout.page_tokens)
+    rig.cache.gate.prefill.saw(0, 40, 1.0)
+    lease = opened(rig, TOKENS)
+    assert rig.cache.weigh_again(lease, 0) is not None
+    detach_disk(rig)
+    assert rig.cache.weigh_again(lease, 0) is None
 
 
 @settings(max_examples=50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,8 +14,10 @@ from engine.scheduler import Work
 from tests.engine.conftest import Answer, MakeRig, Rig, prompt
 from tiercache import reckoning
 from tiercache.gate import Choice
+from tiercache.lease import Lease
 from tiercache.tiers.disk_facts import ReadOutcome
 from tiercache.tiers.store import Pages
+from tiercache.transfer import Move
 from tiercache.types import MissReason, Tier
 
 PROMPT = prompt(1, 1000)
@@ -189,3 +192,62 @@ def test_a_flush_in_the_middle_changes_no_answer(make_rig: MakeRig) -> None:
     meeting.cache.flush()
     assert meeting.finish(answer).token_ids == meeting.expected
     meeting.assert_nothing_is_held()
+
+
+def test_what_another_takes_up_is_not_read_from_the_load_that_was_to_bring_it(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the turn in which a pass is decided on and the pass itself."""
+    config = {"prefetch": {"policy": "wait", "fetch_deadline_seconds": 50}}
+    rig = make_rig(device=4096, host=4096, chunk=64, start=False, cache=config)
+    cache, turns = rig.engine._cache, rig.engine._turns
+
+    def until(happened: Callable[[], bool]) -> None:
+        for _ in range(TURNS):
+            if happened():
+                return
+            rig.turn()
+            rig.engine._wake.wait(0.001)
+        raise AssertionError("it does not happen")
+
+    first = rig.ask(PROMPT, max_tokens=4)
+    until(lambda: first._ended.is_set() and cache.idle)
+    cache.evict(Tier.DEVICE)
+    goes_on = hold_loads(rig, monkeypatch)
+    plan, others = turns._steps.plan, list[Lease]()
+
+    def meanwhile() -> list[Work]:
+        coming = [active for active in turns._roster.admitted if active.incoming is not None]
+        if not coming or others:
+            return plan()
+        lease = cache.acquire(coming[0].namespace, PROMPT)
+        assert isinstance(lease, Lease)
+        others.append(lease)
+        assert cache.take_up(lease, 0, 3) == 3
+        assert not plan()
+        return []
+
+    monkeypatch.setattr(turns._steps, "plan", meanwhile)
+    answer = rig.ask(PROMPT, max_tokens=4)
+    until(lambda: bool(others))
+    goes_on.set()
+    cache.release(others[0])
+    until(answer._ended.is_set)
+    assert answer.wait().token_ids == first.wait().token_ids
+    until(lambda: cache.idle)
+    assert not cache.leases
+    assert not cache.check()
+
+
+def hold_loads(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Loads from HOST wait for the event that is returned."""
+    goes_on = threading.Event()
+    carrier = rig.engine._cache._transfers._carrier  # type: ignore[attr-defined]
+    copy = carrier._copy_piece
+
+    def held(move: Move, which: range) -> None:
+        assert move.target is not Tier.DEVICE or goes_on.wait(60)
+        copy(move, which)
+
+    monkeypatch.setattr(carrier, "_copy_piece", held)
+    return goes_on

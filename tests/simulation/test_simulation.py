@@ -26,6 +26,9 @@ def test_no_order_of_events_and_no_fault_breaks_the_core() -> None:
     assert report.steps == SEEDS * STEPS
     assert set(report.counts["operations"]) == set(OPERATIONS)
     assert set(FAULTS) <= set(report.counts["faults"])
+    assert {"taken up", "completed", "superseded moves", "moves taken back"} <= set(
+        report.counts["fronts"]
+    )
 
 
 def test_the_same_seed_is_the_same_run() -> None:

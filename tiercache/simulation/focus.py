@@ -12,11 +12,15 @@ from math import gcd
 from random import Random
 
 from tiercache.simulation.requests import Stage
-from tiercache.simulation.scenario import Scenario, Speed, draw_scenario
+from tiercache.simulation.scenario import Scenario, Speed, draw_scenario, with_tenants
 from tiercache.types import Tier
 
 ENDS = ("abort", "timeout", "shutdown", "kill", "power_loss")
 """Kinds of end that may meet a request at any stage."""
+
+
+_TENANTS_SHARE = 0.2
+"""Of all seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,10 @@ def focused_scenario(seed: int) -> tuple[Scenario, Focus]:
     Neighbouring seeds have different foci, and as many seeds as there are foci have each once.
     """
     focus = FOCI[seed * _STRIDE % len(FOCI)]
-    scenario = _SHAPES[focus.shape](draw_scenario(seed), Random(f"focus {seed}"))
+    rng = Random(f"focus {seed}")
+    scenario = _SHAPES[focus.shape](draw_scenario(seed), rng)
+    if rng.random() < _TENANTS_SHARE:
+        scenario = with_tenants(scenario, rng)
     if focus.hunt is not None:
         scenario = replace(scenario, operations=_hunting(scenario.operations, focus.hunt.how))
     return scenario, focus
@@ -83,6 +90,28 @@ def _begun(scenario: Scenario, rng: Random) -> Scenario:
     shaped = _cold(scenario, rng)
     operations = shaped.operations | {"pass_time": 25, "settle_one": 8}
     return replace(shaped, time_steps=_SHORT_STEPS, operations=operations)
+
+
+def _meeting(scenario: Scenario, rng: Random) -> Scenario:
+    """Fronts are computed page by page while tails load, by several at once, and pools change
+    under them."""
+    shaped = _begun(scenario, rng)
+    prompt_pages = rng.randint(5, 9)
+    device = rng.choice((2, 3, 5)) * (prompt_pages + 1)
+    host = rng.choice((0, prompt_pages, device))
+    return replace(
+        shaped,
+        capacity_pages=_sizes(device, host, 3 * device),
+        longest_prompt_tokens=prompt_pages * scenario.layout.page_tokens + 1,
+        pages_per_move=rng.choice((1, 2, 3)),
+        readers=rng.choice((1, 3)),
+        most_requests=4,
+        chunk_pages=1,
+        hot_prefixes=4,
+        repeat_share=0.2,
+        meeting_share=0.6,
+        operations=shaped.operations | _MEETING_OPERATIONS,
+    )
 
 
 def _queueing(scenario: Scenario, rng: Random) -> Scenario:
@@ -249,10 +278,32 @@ _COLD_OPERATIONS: dict[str, float] = {
 }
 
 
+_MEETING_OPERATIONS: dict[str, float] = {
+    "arrive": 6,
+    "arrive_cold": 25,
+    "crowd": 5,
+    "proceed": 90,
+    "pass_time": 12,
+    "settle_one": 4,
+    "tick": 4,
+    "evict_tier": 3,
+    "turn_cold": 10,
+    "abort": 1,
+    "timeout": 1,
+    "resize": 1,
+    "flush": 0.5,
+    "flush_unrecorded": 0.5,
+    "shutdown": 0.2,
+    "kill": 0.2,
+    "power_loss": 0.2,
+}
+
+
 _SHAPES: Mapping[str, Callable[[Scenario, Random], Scenario]] = {
     "any": _any,
     "cold": _cold,
     "begun": _begun,
+    "meeting": _meeting,
     "queueing": _queueing,
     "crowded": _crowded,
     "failing": _failing,
@@ -267,6 +318,7 @@ _SHAPES: Mapping[str, Callable[[Scenario, Random], Scenario]] = {
 
 _SHARES: Mapping[str, int] = {
     "any": 4,
+    "meeting": 10,
     "crowded": 2,
     "failing": 5,
     "overtaken": 4,
@@ -289,6 +341,7 @@ SCENES: Mapping[Stage, tuple[str, ...]] = {
     Stage.FOLLOWING: ("arrive", "proceed", "arrive_behind"),
     Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("arrive", "proceed", "proceed", "proceed", "tick"),
     Stage.FETCHING: _COLD_SCENE,
+    Stage.MEETING: ("turn_cold", "arrive_cold", "proceed", "pass_briefly", "proceed"),
     Stage.FETCHING_BEGUN: (*_COLD_SCENE, "pass_briefly"),
     Stage.FETCHING_PARTLY_ARRIVED: (*_COLD_SCENE, "settle_one"),
 }
@@ -301,6 +354,7 @@ _HUNTS: Mapping[Stage, tuple[str, tuple[int, int, int, int, int]]] = {
     Stage.FETCHING: ("cold", (1, 1, 0, 0, 0)),
     Stage.FETCHING_BEGUN: ("begun", (6, 4, 3, 3, 4)),
     Stage.FETCHING_PARTLY_ARRIVED: ("cold", (6, 4, 4, 4, 5)),
+    Stage.MEETING: ("meeting", (3, 3, 2, 2, 2)),
     Stage.PREFILLING: ("any", (1, 1, 0, 0, 0)),
     Stage.PREFILLING_WHILE_WRITTEN_DOWN: ("writing", (5, 5, 3, 2, 3)),
     Stage.DECODING: ("answering", (2, 2, 1, 2, 2)),

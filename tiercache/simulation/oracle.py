@@ -49,6 +49,8 @@ class Oracle:
         self._prefix_of: dict[int, Prefix] = {}
         self._stamps: Bytes = np.zeros((64, page_bytes), np.uint8)
         self.resident: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self._superseded: set[tuple[int, int]] = set()
+        """Moves by serial, and pages of theirs that they do not bring to DEVICE any more."""
         self.generation = 0
         self.is_detached = False
         self.evicted: Counter[Tier] = Counter()
@@ -110,6 +112,7 @@ class Oracle:
         self.is_detached = False
         self._known.clear()
         self._prefix_of.clear()
+        self._superseded.clear()
         for pages in self.resident.values():
             pages.clear()
         self.evicted.clear()
@@ -136,13 +139,21 @@ class Oracle:
             self._enter(prefix, page)
             self._arrived(Tier.DEVICE, page)
 
+    def taken_up(self, pages: PageIds, loads: Sequence[Move]) -> None:
+        """A lease's holder computes `pages`: what `loads`, under way, bring of them to DEVICE comes
+        to nothing, whether it gets to the end of them or not."""
+        wanted = set(pages.tolist())
+        self._superseded |= {
+            (move.serial, page) for move in loads for page in wanted & set(move.pages.tolist())
+        }
+
     def ended(self, move: Move, outcomes: Sequence[PageOutcome]) -> None:
         """A move's outcome reached the cache, or the move was cancelled by it."""
         for page, outcome in zip(move.pages.tolist(), outcomes, strict=True):
             self.moved_pages[(move.source, move.target, _counted_as(outcome))] += 1
             if outcome is PageOutcome.DONE:
                 for hop in move.hops:
-                    if not (self.is_detached and hop.tier is Tier.DISK):
+                    if not self._comes_to_nothing(move, hop.tier, page):
                         self._arrived(hop.tier, page)
             elif outcome in (PageOutcome.CORRUPT, PageOutcome.MISSING):
                 self._left(Tier.DISK, page)
@@ -156,6 +167,11 @@ class Oracle:
             self._left(tier, page)
 
     # Internals
+
+    def _comes_to_nothing(self, move: Move, tier: Tier, page: int) -> bool:
+        if tier is Tier.DEVICE:
+            return (move.serial, page) in self._superseded
+        return tier is Tier.DISK and self.is_detached
 
     def _begin_epoch(self, generation: int) -> None:
         if generation not in self._epoch_of:

@@ -20,7 +20,7 @@ from tiercache.simulation.oracle import Oracle, OracleError
 from tiercache.simulation.scenario import Scenario
 from tiercache.simulation.transfers import SimulatedTransfers
 from tiercache.tiers.disk_format import PageRecord
-from tiercache.types import PageIds, SlotState, Tier
+from tiercache.types import PageIds, PrefetchPolicy, SlotState, Tier
 
 _TRANSITIONS = ("begin_fill", "commit", "drop", "retire", "free_retired", "hand_over")
 
@@ -49,6 +49,9 @@ class Process:
             scenario, self.pools, store, clock, rng, journal, oracle.ended
         )
         self.cache = TierCache(_settings(scenario), self.transfers, store=store, clock=clock)
+        if self.cache.gate is not None:
+            page_tokens = scenario.layout.page_tokens
+            self.cache.gate.prefill.saw(0, page_tokens, scenario.prefill_page_seconds)
         for tier, queue in self.cache.queues.items():
             _listen(queue.policy, self.cache.catalog.tiers[tier], oracle.left)
         for name in _TRANSITIONS:
@@ -161,6 +164,8 @@ def _settings(scenario: Scenario) -> CacheSettings:
         open_writes=scenario.open_writes,
         explains=True,
         ghost_pages=64,
+        prefetch=PrefetchPolicy.ADAPTIVE if scenario.prefill_page_seconds else PrefetchPolicy.WAIT,
+        quotas=scenario.quotas,
     )
 
 

@@ -1,8 +1,9 @@
 """A simulated request: the stages an engine takes it through, one small step at a time.
 
 QUEUED ⇄ FOLLOWING ──acquire──→ FETCHING ──arrived──→ PREFILLING → DECODING → gone
-   ↑                               │                      │            │
-   └── failed, out of patience ────┴──── preempted ───────┴────────────┘
+   ↑                              ⇅    │                  │            │
+   │                           MEETING │                  │            │
+   └── failed, out of patience ───┴────┴── preempted ─────┴────────────┘
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Stage(StrEnum):
     FETCHING = "fetching"
     FETCHING_PARTLY_ARRIVED = "fetching_partly_arrived"
     FETCHING_BEGUN = "fetching_begun"
+    MEETING = "meeting"
+    """It computes the front of its prefix while the tail loads."""
     PREFILLING = "prefilling"
     PREFILLING_WHILE_WRITTEN_DOWN = "prefilling_while_written_down"
     DECODING = "decoding"
@@ -37,6 +40,7 @@ class Request:
     namespace: bytes
     tokens: Tokens
     limit_tokens: int
+    tenant: str = ""
     stage: Stage = Stage.QUEUED
     lease: Lease | None = None
     follow: Follow | None = None

@@ -7,9 +7,10 @@ name's weight says how often it happens relative to the others; the rarest still
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from random import Random
 
+from tiercache.tenants import Quotas
 from tiercache.types import PageLayout, Tier
 
 OPERATIONS: Mapping[str, float] = {
@@ -37,6 +38,7 @@ OPERATIONS: Mapping[str, float] = {
     "kill": 0.5,
     "power_loss": 0.5,
     "rest": 0.4,
+    "turn_cold": 0.4,
 }
 
 ALWAYS = frozenset({"arrive", "proceed", "pass_time", "settle_one", "tick", "lookup"})
@@ -97,8 +99,14 @@ class Scenario:
     reserve_ahead: float
     """Chance that a decoding request asks for a page before it needs it."""
     prefetch_budget_fraction: float
+    meeting_share: float
+    """Chance that a request that waits for a load takes its front up when it is looked at."""
+    prefill_page_seconds: float
+    """What computing a page is said to take; 0 in worlds in which nothing is weighed."""
     operations: dict[str, float]
     faults: Mapping[str, float]
+    quotas: Quotas = field(default_factory=dict)
+    """Of each tenant, if there are any."""
 
     @property
     def tier_shapes(self) -> tuple[str, ...]:
@@ -120,7 +128,7 @@ def _beside(pages: int, device_pages: int) -> str:
 
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of `seed`: always the same for the same seed."""
-    rng = Random(seed)
+    rng, fronts = Random(seed), Random(f"fronts {seed}")
     page_tokens = rng.choice((1, 2, 2, 3))
     device = rng.randint(8, 18)
     longest_pages = rng.randint(3, device // 2)
@@ -154,9 +162,24 @@ def draw_scenario(seed: int) -> Scenario:
         answer_pages=3,
         reserve_ahead=0.3,
         prefetch_budget_fraction=rng.choice((0.0, 0.25, 1.0)),
+        meeting_share=fronts.choice((0.0, 0.1, 0.5)),
+        prefill_page_seconds=fronts.choice((0.0, 0.0005, 0.002, 0.01)),
         operations=_subset(rng, OPERATIONS, keep=0.75, always=ALWAYS),
         faults=_subset(rng, FAULTS, keep=0.6, always=frozenset()),
     )
+
+
+def with_tenants(scenario: Scenario, rng: Random) -> Scenario:
+    """The same with two tenants, whose quotas on DEVICE let the longest prompt in."""
+    prompt_pages = scenario.longest_prompt_tokens // scenario.layout.page_tokens + 2
+    quotas = {
+        name: {
+            tier: rng.randint(min(pages, prompt_pages if tier is Tier.DEVICE else 1), pages)
+            for tier, pages in scenario.capacity_pages.items()
+        }
+        for name in ("one", "other")
+    }
+    return replace(scenario, quotas=quotas)
 
 
 def _capacities(rng: Random, device: int) -> dict[Tier, int]:

@@ -11,6 +11,7 @@ from tiercache.clock import ManualClock
 from tiercache.lease import Fetch, Lease, Room
 from tiercache.prefetch import Prefetcher
 from tiercache.simulation.journal import Journal
+from tiercache.simulation.meeting import Fronts
 from tiercache.simulation.oracle import Oracle, OracleError
 from tiercache.simulation.process import Process
 from tiercache.simulation.requests import Request, Stage
@@ -41,11 +42,12 @@ class Service:
         self._oracle = oracle
         self._next_serial = 0
         self._prefetcher = Prefetcher(process.cache, scenario.prefetch_budget_fraction)
+        self._fronts = Fronts(scenario, process.cache, rng, journal, oracle)
         self.requests: list[Request] = []
         self._admitted: list[Request] = []  # oldest first
         self.answered: deque[Tokens] = deque(maxlen=8)
 
-    def submit(self, namespace: bytes, tokens: Tokens) -> Request:
+    def submit(self, namespace: bytes, tokens: Tokens, tenant: str = "") -> Request:
         self._next_serial += 1
         request = Request(
             serial=self._next_serial,
@@ -53,6 +55,7 @@ class Service:
             tokens=tokens,
             limit_tokens=tokens.size
             + self._rng.randint(1, self._scenario.answer_pages * self._page_tokens),
+            tenant=tenant,
         )
         self.requests.append(request)
         return request
@@ -64,6 +67,8 @@ class Service:
                 self._start(request)
         elif request.stage is Stage.FETCHING:
             self._fetch(request, request.lease)
+        elif request.stage is Stage.MEETING:
+            self._meet(request, request.lease)
         elif request.stage is Stage.PREFILLING:
             self._prefill(request, request.lease)
         else:
@@ -80,7 +85,13 @@ class Service:
         if request.lease is None:
             self._prefetcher.left(str(request.serial))
         elif release:
-            self._let_go(request)
+            self._let_go(request, how)
+        else:
+            self._fronts.gone(request.lease, how)
+
+    def count_beside_fronts(self, what: str) -> None:
+        """Something happens to the cache, perhaps while a front is being computed."""
+        self._fronts.count_beside(what)
 
     def stage_of(self, request: Request) -> Stage:
         """Its stage, told apart by what is in flight for it."""
@@ -91,6 +102,8 @@ class Service:
             return request.stage
         if request.stage is Stage.FETCHING:
             return self._fetching_stage(request, lease)
+        if request.stage is Stage.MEETING:
+            return Stage.MEETING
         if request.stage is Stage.PREFILLING:
             writes = (m for m in self._cache.moves.moves() if m.target > m.source)
             if any(np.isin(move.pages, lease.path).any() for move in writes):
@@ -142,13 +155,20 @@ class Service:
         fetch = request.give_up in (None, MissReason.BEING_COMPUTED)
         expected = self._oracle.usable(request.namespace, request.tokens, fetch=fetch)
         lease = self._cache.acquire(
-            request.namespace, request.tokens, fetch=fetch, because=request.give_up
+            request.namespace,
+            request.tokens,
+            fetch=fetch,
+            because=request.give_up,
+            tenant=request.tenant,
         )
         if isinstance(lease, Room):
             self._journal.count("room", lease.value)
-            if fetch:
+            if fetch and lease is not Room.QUOTA:
                 self._prefetcher.begin(str(request.serial), request.namespace, request.tokens)
             return
+        if lease.decision is not None:
+            self._journal.count("decisions", lease.decision.choice.value)
+            expected = expected[: lease.decision.pages]
         self._prefetcher.started(str(request.serial))
         hits = {tier: pages * self._page_tokens for tier, pages in Counter(expected).items()}
         if dict(lease.books.hit_tokens) != hits:
@@ -183,18 +203,39 @@ class Service:
             request.computed_tokens = lease.matched_pages * self._page_tokens
             request.stage = Stage.PREFILLING
             self._read(lease)
-        elif fetch is Fetch.FAILED:
+            return
+        self._fronts.check_layers(lease)
+        if fetch is Fetch.FAILED:
             request.refetches += 1
             if request.refetches > self._scenario.most_refetches:
                 self._journal.count("given up", "load failed")
                 request.give_up = MissReason.LOAD_FAILED
-            self._put_back(request)
+            self._put_back(request, "a failed load")
         elif waited > self._scenario.fetch_deadline_seconds:
             self._journal.count("given up", "fetch deadline")
             request.give_up = MissReason.DEADLINE
-            self._put_back(request)
+            self._put_back(request, "its deadline")
+        elif self._fronts.take_up(lease, request.computed_tokens):
+            assert lease.front is not None
+            request.computed_tokens = lease.front.first * self._page_tokens
+            request.stage = Stage.MEETING
+            self._say(request, f"takes up [{lease.front.first}, {lease.front.stop})")
 
     # Computing
+
+    def _meet(self, request: Request, lease: Lease) -> None:
+        """Some more of the front; a tail that is lost is noticed now or when all of it is done."""
+        assert lease.front is not None
+        if self._rng.random() < 0.3 and self._cache.fetch_state(lease) is Fetch.FAILED:
+            request.refetches += 1
+            self._put_back(request, "a lost tail")
+            return
+        chunk = self._scenario.chunk_pages * self._page_tokens
+        left = lease.front.stop * self._page_tokens - request.computed_tokens
+        self._compute(request, lease, min(self._rng.randint(1, chunk), left))
+        if request.stage is Stage.MEETING and lease.front is None:
+            request.stage = Stage.FETCHING
+            request.waiting_since_seconds = self._clock.now_seconds()
 
     def _prefill(self, request: Request, lease: Lease) -> None:
         chunk = self._scenario.chunk_pages * self._page_tokens
@@ -218,23 +259,27 @@ class Service:
             self._journal.count("reserve", answer.value)
             if answer is Room.SOON:
                 return
-            if answer is Room.NONE and not self._preempt(request):
+            if answer is not Room.NOW and not self._preempt(request, answer):
                 return
         if self._compute(request, lease, len(lease.tokens) - request.computed_tokens):
             self._say_token(request, lease)
             if request in self.requests and self._rng.random() < self._scenario.reserve_ahead:
                 self._journal.count("reserve", f"ahead {self._cache.reserve(lease).value}")
 
-    def _preempt(self, request: Request) -> bool:
-        """The youngest goes back to the queue; False when that was `request` or nobody is left."""
-        youngest = self._admitted[-1]
-        if youngest is self._admitted[0]:
+    def _preempt(self, request: Request, answer: Room) -> bool:
+        """The youngest goes back to the queue; False when that was `request` or nobody is left. At
+        a quota, the youngest of its tenant."""
+        holders = self._admitted
+        if answer is Room.QUOTA:
+            holders = [one for one in holders if one.tenant == request.tenant]
+        youngest = holders[-1]
+        if youngest is holders[0]:
             self.end(request, "finished")
             return False
         has_answered = youngest.stage is Stage.DECODING
         when = "decoding" if has_answered else "before its first token"
         self._journal.count("preempted", when)
-        self._put_back(youngest)
+        self._put_back(youngest, "preemption")
         return youngest is not request
 
     def _compute(self, request: Request, lease: Lease, tokens: int) -> bool:
@@ -243,20 +288,22 @@ class Service:
         if self._rng.random() < self._scenario.faults.get("step_fails", 0.0):
             self._journal.count("faults", "step_fails")
             if self._rng.random() < 0.5:  # its pages are in doubt: start over
-                self._put_back(request)
+                self._put_back(request, "a failed step")
             return False
         request.computed_tokens += tokens
         first, stop = self._cache.insertable(lease, request.computed_tokens)
         if stop > first:
-            if lease.generation != self._oracle.generation:
+            if lease.front is None and lease.generation != self._oracle.generation:
                 raise OracleError("I8 a page of an older generation would be inserted")
             self._write(lease, first, stop)
             self._insert(lease, request.computed_tokens, first, stop)
         return True
 
     def _read(self, lease: Lease) -> None:
-        """Attention reads the stored prefix: every byte of it must be the prefix's own."""
-        slots = self._cache.slots(lease, 0, lease.inserted_pages)
+        """Attention reads the stored prefix, as far as it is there: every byte of it must be the
+        prefix's own."""
+        stop = lease.inserted_pages if lease.front is None else lease.front.first
+        slots = self._cache.slots(lease, 0, stop)
         rows = self._process.pools[Tier.DEVICE].bytes
         for index, slot in enumerate(slots.tolist()):
             if not np.array_equal(rows[slot], self._expected(lease, index)):
@@ -273,6 +320,11 @@ class Service:
         return self._oracle.stamp(lease.namespace, lease.generation, tokens)
 
     def _insert(self, lease: Lease, computed_tokens: int, first: int, stop: int) -> None:
+        if lease.front is not None:
+            with self._fronts.completing(lease, stop):
+                self._cache.insert(lease, computed_tokens)
+            self._oracle.inserted(lease, first, stop, lease.pages)
+            return
         self._count_adoptions(lease, first, stop)
         before = lease.pages.copy()
         nodes = self._cache.tree.node_count
@@ -302,15 +354,16 @@ class Service:
 
     # Leaving
 
-    def _put_back(self, request: Request) -> None:
-        self._say(request, "goes back to the queue")
+    def _put_back(self, request: Request, why: str) -> None:
+        self._say(request, f"goes back to the queue: {why}")
         tokens = np.array(request.known_tokens)
-        self._let_go(request)
+        self._let_go(request, why)
         request.queue_again(tokens)
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request, why: str) -> None:
         """The one place where what a request holds is given back."""
         assert request.lease is not None
+        self._fronts.gone(request.lease, why)
         if request.stage is not Stage.FETCHING:
             self._read(request.lease)
         loads = self._loads_for(request.lease)

@@ -143,7 +143,8 @@ class World:
             self.service.proceed(self._submit(namespace, tokens[: stored + 1].copy()))
 
     def _submit(self, namespace: bytes, tokens: Tokens) -> Request:
-        request = self.service.submit(namespace, tokens)
+        tenant = self._rng.choice(("", *quotas)) if (quotas := self.scenario.quotas) else ""
+        request = self.service.submit(namespace, tokens, tenant)
         self._say(f"request {request.serial} arrives with {request.tokens.tolist()}")
         return request
 
@@ -210,6 +211,13 @@ class World:
         self.process.come_to_rest()
         self.process.verify_disk()
 
+    def _turn_cold(self) -> None:
+        """All is written down, and what nobody holds is on slower tiers only."""
+        self._rest()
+        self._evict_device()
+        if self._rng.random() < 0.5:
+            self._evict_host()
+
     # Operators
 
     def _evict_tier(self) -> None:
@@ -230,6 +238,7 @@ class World:
         self, tier: Tier, namespace: bytes | None = None, tokens: Tokens | None = None
     ) -> None:
         before = self._oracle.found_pages()
+        self.service.count_beside_fronts("evictions")
         report = self.process.cache.evict(tier, namespace, tokens)
         self._say(f"evict {tier.label}: {report}")
         if self._oracle.found_pages() != before:
@@ -245,6 +254,7 @@ class World:
         if cache.moves.open or cache.leases:
             way = "grows" if pages > old else "shrinks"
             self.journal.count("resizes while busy", f"{tier.label} {way}")
+            self.service.count_beside_fronts(f"{tier.label} {way}")
         self._say(f"resize {tier.label} to {pages}")
 
     def _flush(self) -> None:
@@ -259,6 +269,7 @@ class World:
             self.journal.count("flushes", "during moves")
         if cache.leases:
             self.journal.count("flushes", "during running requests")
+            self.service.count_beside_fronts("flushes")
         fails = store is not None and not recorded
         if store is not None:
             store.is_out = fails
