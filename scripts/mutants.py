@@ -241,8 +241,8 @@ MUTANTS = (
         "flushed-lease-still-inserts",
         "I8, generations",
         K,
-        "lease.caching and lease.generation == self.generation",
-        "lease.caching",
+        "lease.stores and lease.generation == self.generation",
+        "lease.stores",
     ),
     Mutant(
         "old-pages-are-never-reaped",

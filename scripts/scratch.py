@@ -32,6 +32,7 @@ TESTS = (
     "tests/core/test_restart_and_check.py",
     "tests/core/test_full_tiers.py",
     "tests/core/test_counts.py",
+    "tests/core/test_fronts.py",
     "tests/core/test_transfer.py",
     "tests/core/test_prefetch.py",
     "tests/policies/test_admission.py",
