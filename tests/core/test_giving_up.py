@@ -239,6 +239,25 @@ def test_a_disk_that_cannot_record_a_flush_is_let_go_also_where_it_is_being_writ
     rig.assert_sound()
 
 
+def test_a_disk_that_is_let_go_keeps_no_child_whose_write_ends_after_its_parents_left() -> None:
+    store = SimulatedStore(32)
+    rig = rig_with_disk(store)
+    rig.store_prompt(prompt(1, 17))
+    rig.settle()
+    held = rig.acquire(prompt(1, 34))
+    rig.compute(held, 33)
+    rig.cache.tick()
+    assert rig.transfers.waiting, "children are being written, their parents are on DISK"
+    store.is_out = True
+    assert rig.cache.flush().detached == (Tier.DISK,)
+    store.is_out = False
+    rig.settle()
+    assert rig.cache.catalog.tiers[Tier.DISK].held_count == 0
+    rig.assert_sound()
+    rig.cache.release(held)
+    rig.assert_sound()
+
+
 def test_a_write_that_began_before_a_flush_stores_nothing_that_can_be_found() -> None:
     store = SimulatedStore(32)
     rig = rig_with_disk(store)
