@@ -163,6 +163,26 @@ class ScriptedEngine:
         return Finished(reason, usage, self.message)
 
 
+class SlowTokenizer:
+    """Renders a conversation for as long as a test wants, and raises `error` in the end."""
+
+    chat_template = "slow"
+
+    def __init__(self, error: Exception) -> None:
+        self.added_tokens_decoder: dict[int, object] = {}
+        self.entered = threading.Event()
+        self.release = threading.Event()
+        self._error = error
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"hi": 0}
+
+    def apply_chat_template(self, *_: object, **__: object) -> str:
+        self.entered.set()
+        self.release.wait(30)
+        raise self._error
+
+
 def scripted_model() -> LoadedModel:
     """A tokenizer and a name; nothing that computes."""
     tokenizer = byte_tokenizer()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import ClassVar
 
 import httpx
 import jinja2
@@ -14,7 +12,7 @@ import pytest
 
 from engine.api import RequestError, TextDelta
 from tests.server.conftest import Connect
-from tests.server.scripted_engine import ScriptedEngine
+from tests.server.scripted_engine import ScriptedEngine, SlowTokenizer
 
 BODY = {"model": "tiny/scripted", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
@@ -113,25 +111,12 @@ def test_many_requests_run_side_by_side(http: httpx.Client, engine: ScriptedEngi
 def test_a_long_conversation_being_rendered_keeps_nobody_else_waiting(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    class SlowTokenizer:
-        chat_template = "slow"
-        added_tokens_decoder: ClassVar[dict[int, object]] = {}
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"hi": 0}
-
-        def apply_chat_template(self, *_: object, **__: object) -> str:
-            entered.set()
-            release.wait(30)
-            raise jinja2.TemplateError("it was too long")
-
-    engine.model = replace(engine.model, tokenizer=SlowTokenizer())
+    tokenizer = SlowTokenizer(jinja2.TemplateError("it was too long"))
+    engine.model = replace(engine.model, tokenizer=tokenizer)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(http.post, PATH, json=BODY)
-        assert entered.wait(10)
+        assert tokenizer.entered.wait(10)
         assert http.get("/health").status_code == 200
         assert not slow.done()
-        release.set()
+        tokenizer.release.set()
         assert "it was too long" in slow.result(10).text

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
 
 from engine.api import Finished, FinishReason, TextDelta, Usage
 from tests.server.conftest import Connect
-from tests.server.scripted_engine import HELLO, ScriptedEngine
+from tests.server.scripted_engine import HELLO, ScriptedEngine, SlowTokenizer
 
 MODEL = "tiny/scripted"
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -61,28 +60,15 @@ def test_who_finds_no_place_is_told_so_before_his_body_is_looked_at(
 def test_requests_that_are_still_being_read_have_places_too(
     connect: Connect, engine: ScriptedEngine
 ) -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    class SlowTokenizer:
-        chat_template = "slow"
-        added_tokens_decoder: ClassVar[dict[int, object]] = {}
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"hi": 0}
-
-        def apply_chat_template(self, *_: object, **__: object) -> str:
-            entered.set()
-            release.wait(30)
-            raise TypeError("it was too long")
-
+    tokenizer = SlowTokenizer(TypeError("it was too long"))
     http = connect(max_queue=1)
-    engine.model = replace(engine.model, tokenizer=SlowTokenizer())
+    engine.model = replace(engine.model, tokenizer=tokenizer)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(http.post, PATH, json=BODY)
-        assert entered.wait(10)
+        assert tokenizer.entered.wait(10)
         told_to_come_back(http.post(PATH, json=BODY))
         told_to_come_back(http.post("/tokenize", json={"prompt": "hi"}))
-        release.set()
+        tokenizer.release.set()
         assert slow.result(10).status_code == 400
     assert http.post("/tokenize", json={"tokens": [1]}).status_code == 200
 
