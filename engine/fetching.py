@@ -93,16 +93,26 @@ class Fetching:
         if decision is None or not decision.front_pages:
             return
         last = min(decision.front_stop, first + self._stretch_pages(active))
+        if not is_overdue and self._is_too_early(active, decision, range(first, last)):
+            return
         stop = self._cache.take_up(lease, first, last)
         if stop > first:
             active.loading.met(decision)
             self._go_on(active, first)
             active.front_stop_tokens = stop * self._cache.page_tokens
 
+    def _is_too_early(self, active: Active, decision: Decision, pages: range) -> bool:
+        """Whether the loads that speak for a first front were watched for less time than it takes
+        to compute. The first moves of a medium that has to wake up, or of a store that was just
+        opened, are slow; a front begun on their word costs more than the moment that tells better.
+        """
+        if active.fronts or self._cache.gate is None:
+            return False
+        return decision.watched_seconds < self._cache.gate.compute_seconds(pages.start, pages.stop)
+
     def _stretch_pages(self, active: Active) -> int:
         """How much of a front is computed before the rest is weighed again: as much as has been, at
-        least a little, at most a chunk. So what the first moves of a tier seemed to say, whose
-        medium had to wake up for instance, costs no more than it has cost already."""
+        least a little, at most a chunk. So a wrong guess costs no more than it has cost already."""
         so_far = sum(stop - first for first, stop in active.fronts)
         page_tokens = self._cache.page_tokens
         most = max(1, self._settings.prefill_chunk_tokens // page_tokens)

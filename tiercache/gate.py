@@ -66,6 +66,7 @@ class Decision:
     the sums for the extremes. `is_measured` says whether all tiers concerned were measured lately.
     With `front_pages` so many of these are to be computed while the others load; `load_seconds` is
     then when both are done, and `front_stop` the index of the first page that is not computed.
+    `watched_seconds` is for how long the loads were watched that this rests on.
     `queue_seconds` pass before the first page can come. `move_pages` is the most to put into one
     move, 0 where there is nothing to go by.
     """
@@ -77,6 +78,7 @@ class Decision:
     load_all_seconds: float = 0.0
     compute_all_seconds: float = 0.0
     is_measured: bool = False
+    watched_seconds: float = 0.0
     queue_seconds: float = 0.0
     front_pages: int = 0
     front_stop: int = 0
@@ -202,6 +204,14 @@ class LoadGate:
         met = self._met(wait, costs, from_page)
         return met if _is_gain(met, wait.load_all_seconds) else wait
 
+    def compute_seconds(self, first_page: int, stop_page: int) -> float:
+        """What computing the tokens of a prompt's pages `[first_page, stop_page)` takes; 0 where
+        nothing was computed yet."""
+        if not self.prefill.is_known:
+            return 0.0
+        start, stop = first_page * self._page_tokens, stop_page * self._page_tokens
+        return float(self.prefill.seconds(np.array([float(start)]), float(stop))[0])
+
     @staticmethod
     def _met(frame: Decision, costs: _Costs, start: int) -> Decision:
         """The best place to meet, of those from `start` on."""
@@ -236,6 +246,7 @@ class LoadGate:
             stored_pages=pages,
             compute_all_seconds=float(costs.compute[0]),
             is_measured=tiers == known,
+            watched_seconds=self.speeds.watched_seconds(tiers),
             queue_seconds=max(
                 (queued_pages.get(t, 0) * page_seconds[t] for t in known), default=0.0
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,8 @@ class TierSpeed:
     def __init__(self) -> None:
         self._pages = 0.0
         self._seconds = 0.0
+        self.watched_seconds = 0.0
+        """In which some move was under way, nothing of it faded."""
         self.seen_seconds = -np.inf
         """When the last move ended."""
 
@@ -80,6 +83,7 @@ class TierSpeed:
         kept = 1 - _WEIGHT_OF_NEW_LOAD * (alone / seconds if seconds else 1.0)
         self._pages = kept * self._pages + pages
         self._seconds = kept * self._seconds + alone
+        self.watched_seconds += alone
         self.seen_seconds = max(self.seen_seconds, ended_seconds)
 
 
@@ -110,6 +114,11 @@ class TierSpeeds:
             del self._speeds[tier]
         for tier in [tier for tier, (_, seconds) in self._at_least.items() if seconds < oldest]:
             del self._at_least[tier]
+
+    def watched_seconds(self, tiers: Collection[Tier]) -> float:
+        """For how long loads from that one of `tiers` were watched of which least is known."""
+        speeds = (self._speeds.get(tier) for tier in tiers)
+        return min((one.watched_seconds if one else 0.0 for one in speeds), default=0.0)
 
     def page_seconds(self) -> dict[Tier, float]:
         """Seconds a page, of each tier of whose speed something is known."""

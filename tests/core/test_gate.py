@@ -21,6 +21,7 @@ TAIL_TOKENS = 50
 PROMPT_TOKENS = DISK.size * 16 + TAIL_TOKENS
 MOST_PAGES = 34
 CHUNK_PAGES = 32
+LEAST_PAGES = 4
 
 
 def gate(page_seconds: float, token_seconds: float = 0.001) -> LoadGate:
@@ -112,7 +113,8 @@ class Request:
     """One request whose pages a medium has and whose tokens cost what the gate believes.
 
     It does what the engine does: loads from the tail on, waits, weighs the rest again with each
-    arrival and when none comes, and computes the front meanwhile where that is sooner.
+    arrival and when none comes, and computes the front meanwhile where that is sooner, the first
+    time not before the medium was watched for as long as a little of it takes.
     """
 
     def __init__(self, gate: LoadGate, medium: Medium) -> None:
@@ -128,9 +130,12 @@ class Request:
         for batch in cut(np.arange(used), decision.move_sizes(MOST_PAGES), from_end=True):
             medium.submit(batch.tolist())
         waits_since: float | None = None
+        may_begin = False
         while (first := self._in_place(used)) < used:
             decision = gate.meet(self._sources(used), first, PROMPT_TOKENS, medium.now_seconds)
-            if decision.front_pages:
+            least = compute_seconds(gate, first, min(decision.front_stop, first + LEAST_PAGES))
+            may_begin = may_begin or decision.watched_seconds >= least
+            if decision.front_pages and may_begin:
                 stop = self._take_up(first, min(decision.front_stop, first + CHUNK_PAGES))
                 self._pass_until(medium.now_seconds + compute_seconds(gate, first, stop))
                 self._there.update(range(first, stop))
@@ -144,6 +149,7 @@ class Request:
             else:
                 self._pass_until(until)
                 gate.speeds.overdue(Tier.DISK, len(medium.pages_begun), began, until)
+                may_begin = True
         self._pass_until(medium.now_seconds + compute_seconds(gate, used))
         return medium.now_seconds - began
 
@@ -241,6 +247,19 @@ def test_two_moves_that_share_a_medium_are_as_fast_as_one() -> None:
     assert shared.page_seconds()[Tier.DISK] == pytest.approx(
         alone.page_seconds()[Tier.DISK], rel=0.01
     )
+
+
+def test_what_a_decision_rests_on_was_watched_as_long_as_the_tier_least_known() -> None:
+    one = LoadGate(page_tokens=16)
+    one.prefill.saw(0, 512, 0.5)
+    assert one.decide(DISK, PROMPT_TOKENS, 0.0).watched_seconds == 0
+    for ended in (1.0, 2.0, 2.5):
+        one.speeds.saw(Tier.DISK, 1, 1.0, ended)
+    assert one.decide(DISK, PROMPT_TOKENS, 3.0).watched_seconds == pytest.approx(2.5)
+    both = np.concatenate((np.full(5, int(Tier.HOST), np.int8), DISK))
+    assert one.decide(both, PROMPT_TOKENS, 3.0).watched_seconds == 0
+    one.speeds.saw(Tier.HOST, 1, 0.25, 3.0)
+    assert one.decide(both, PROMPT_TOKENS, 3.0).watched_seconds == pytest.approx(0.25)
 
 
 def test_moves_from_an_unknown_tier_begin_with_a_page_and_grow() -> None:

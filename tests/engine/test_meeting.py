@@ -15,6 +15,7 @@ from tests.engine.conftest import Answer, MakeRig, Rig, prompt
 from tiercache import reckoning
 from tiercache.gate import Choice
 from tiercache.lease import Lease
+from tiercache.speeds import PrefillCost
 from tiercache.tiers.disk_facts import ReadOutcome
 from tiercache.tiers.store import Pages
 from tiercache.transfer import Move
@@ -29,7 +30,16 @@ class Meeting:
     """An engine that takes its turns by hand, with a prompt on DISK that, it believes, loads as
     fast as it computes; and what that prompt's answer was when it was computed."""
 
-    def __init__(self, make_rig: MakeRig, *, device: int = 4096) -> None:
+    def __init__(
+        self,
+        make_rig: MakeRig,
+        *,
+        device: int = 4096,
+        watched_pages: int = STORED_TOKENS // 16,
+        token_seconds: float = 0.0,
+    ) -> None:
+        """It believes so for having seen `watched_pages` pages load; and, with `token_seconds`,
+        that a token takes so long."""
         self.rig: Rig = make_rig(
             device=device,
             host=4096,
@@ -39,15 +49,19 @@ class Meeting:
             cache={"prefetch": {"policy": "adaptive", "fetch_deadline_seconds": 50}},
         )
         self.cache = self.rig.engine._cache
+        assert self.cache.gate is not None
         self.roster = self.rig.engine._turns._roster
         self.expected = self.finish(self.ask()).token_ids
         self.rest()
         for tier in (Tier.DEVICE, Tier.HOST):
             self.cache.evict(tier)
-        assert self.cache.gate is not None
+        if token_seconds:
+            self.cache.gate.prefill = PrefillCost()
+            self.cache.gate.prefill.saw(0, 512, 512 * token_seconds)
         seconds = float(self.cache.gate.prefill.seconds(np.zeros(1), STORED_TOKENS)[0])
         now = self.rig.engine._clock.now_seconds()
-        self.cache.gate.speeds.saw(Tier.DISK, STORED_TOKENS // 16, seconds, now)
+        seconds *= watched_pages / (STORED_TOKENS // 16)
+        self.cache.gate.speeds.saw(Tier.DISK, watched_pages, seconds, now)
 
     def ask(self, tokens: np.ndarray = PROMPT) -> Answer:
         return self.rig.ask(tokens, max_tokens=4)
@@ -102,6 +116,20 @@ def test_both_parts_together_give_the_same_answer_and_the_answer_says_so(
     assert meeting.rig.engine._turns.snapshot().load_decisions == {"meet": 1}
     again = meeting.finish(meeting.ask()).usage
     assert again.hit_tokens == {Tier.DEVICE: STORED_TOKENS}
+    meeting.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(("watched_pages", "begins"), [(1, False), (STORED_TOKENS // 16, True)])
+def test_no_front_is_begun_on_the_word_of_one_page(
+    make_rig: MakeRig, watched_pages: int, begins: bool
+) -> None:
+    """Four pages are the least that is computed at once; computing seems to take an age here, so
+    that whatever loads meanwhile adds nothing to what was watched."""
+    meeting = Meeting(make_rig, watched_pages=watched_pages, token_seconds=10)
+    end = meeting.finish(meeting.ask())
+    assert end.token_ids == meeting.expected
+    assert end.usage.loading is not None
+    assert (end.usage.loading.front_tokens > 0) is begins
     meeting.assert_nothing_is_held()
 
 

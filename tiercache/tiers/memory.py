@@ -34,9 +34,10 @@ _MAP_FIXED = 0x10
 
 _LEAST_PRIORITY = 19
 
-_POPULATE_BYTES = 16 << 20
+_POPULATE_BYTES = 2 << 20
 _GATHER_BYTES = 4 << 20
-"""Worked on at a time, some 10 ms: the thread can stop or give way between two pieces."""
+"""Worked on at a time, 5 to 10 ms where memory is slow to come: the thread can stop or give way
+between two pieces."""
 
 _GIVE_WAY_SECONDS = 0.05
 
