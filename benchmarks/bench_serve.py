@@ -1,7 +1,8 @@
 """The server without hits: what the tiers cost then, and how fast it decodes.
 
 1. `overhead`: prompts that share nothing, from 8 clients, with the cache off and with all three
-   tiers on, in turns. The loss is that of the medians of tokens (in and out) per second.
+   tiers on, in turns: while the tiers grow, and when all of them are full and every page that comes
+   displaces another. The loss is that of the medians of tokens (in and out) per second.
 2. `decode`: tokens per second out of one stream at a context of 512, 2,048 and 8,000 tokens, and of
    four streams at 2,000 together, counted between the first and the last token.
 
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -25,7 +27,9 @@ from benchmarks.bench_prefix import config
 from benchmarks.common import Measured, ask, machine, save, serving
 
 CLIENTS, PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 24, 500, 16
-ROUNDS = 3
+GROWING_ROUNDS, FULL_ROUNDS = 3, 9
+SMALL_TIERS = {"device": "256MiB", "host": "512MiB", "disk": "1GiB"}
+"""Full after four rounds."""
 CONTEXTS = (512, 2048, 8000)
 DECODED_TOKENS = 64
 STREAMS, STREAM_TOKENS = 4, 2000
@@ -53,23 +57,43 @@ def throughput(url: str, seed: int) -> float:
 
 
 def overhead(folder: Path) -> dict[str, Any]:
-    seen: dict[str, list[float]] = {"off": [], "on": []}
     (folder / "off").mkdir()
+    small = config(folder)
+    for tier, capacity in SMALL_TIERS.items():
+        small["tiers"][tier]["capacity"] = capacity
+    seeds = itertools.count(10)
     with (
         serving(config(folder / "off", enabled=False), folder / "off") as off,
-        serving(config(folder), folder) as on,
+        serving(small, folder) as on,
     ):
-        for url in (off, on):
+        urls = {"off": off, "on": on}
+        for url in urls.values():
             throughput(url, seed=0)
-        for number in range(ROUNDS):
-            for name, url in (("off", off), ("on", on)):
-                seen[name].append(throughput(url, seed=10 + number))
+        growing = in_turns(urls, list(itertools.islice(seeds, GROWING_ROUNDS)))
+        while not is_full(on):
+            throughput(on, next(seeds))
+        full = in_turns(urls, list(itertools.islice(seeds, FULL_ROUNDS)))
+    return {"growing": growing, "full": full}
+
+
+def in_turns(urls: dict[str, str], seeds: list[int]) -> dict[str, Any]:
+    """Both servers with the same prompts, now the one first and now the other."""
+    seen: dict[str, list[float]] = {name: [] for name in urls}
+    for number, seed in enumerate(seeds):
+        for name in sorted(urls, reverse=bool(number % 2)):
+            seen[name].append(throughput(urls[name], seed))
     median = {name: statistics.median(values) for name, values in seen.items()}
     return {
         "tokens_per_second": median,
         "all": seen,
         "loss": 1 - median["on"] / median["off"],
     }
+
+
+def is_full(url: str) -> bool:
+    """Whether the slowest tier, the last to be full, has no more free than its watermarks want."""
+    tiers = httpx.get(f"{url}/v1/cache/stats", timeout=TIMEOUT_SECONDS).json()["tiers"]
+    return bool(tiers[-1]["pages"]["free"] < tiers[-1]["capacity_pages"] / 8)
 
 
 def decode(folder: Path) -> dict[str, Any]:

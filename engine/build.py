@@ -131,8 +131,9 @@ def _join(
     limits = _tier_limits(config, layout, store)
     device_pool, pools = parts.pools(limits[Tier.DEVICE].capacity_pages, layout, host)
     first_context = working_copies.memory_of(model.max_context_tokens) if working_copies else []
+    used = sorted(pools) if config.cache.enabled else []
     populator = Populator(
-        [*first_context, *(pools[tier].rows for tier in sorted(pools))],
+        [*first_context, *(pools[tier].rows for tier in used)],
         first_bytes=model.max_context_tokens * layout.token_bytes,
     )
     wake = threading.Event()
