@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from engine.sampling import SamplingParams
 from engine.working_copy import WorkingCopyPool
 from tests.engine.conftest import MakeRig, Rig, prompt
 from tiercache.tiers.disk_facts import ReadOutcome
+from tiercache.tiers.memory import Populator
 from tiercache.tiers.store import Pages
-from tiercache.types import MissReason, SlotState, Tier
+from tiercache.types import Bytes, MissReason, SlotState, Tier
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
 
@@ -349,3 +351,23 @@ def test_an_engine_that_broke_tells_everybody(
     assert rig.engine.failure is not None
     with pytest.raises(RequestError, match="out of memory"):
         rig.ask(prompt(2))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_cache_that_is_off_brings_in_no_memory_for_its_tiers(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    brought_in: list[Bytes] = []
+
+    class Watched(Populator):
+        def __init__(self, blocks: Sequence[Bytes], first_bytes: int = 0) -> None:
+            brought_in.extend(blocks)
+            super().__init__(blocks, first_bytes)
+
+    monkeypatch.setattr("engine.build.Populator", Watched)
+    rig = make_rig(cache={"enabled": enabled}, host=4096)
+    layout = rig.engine._cache.settings.layout
+    copies = rig.engine._turns._working_copies
+    one_context = sum(one.nbytes for one in copies.memory_of(rig.engine.model.max_context_tokens))
+    tiers = (4096 + 4096) * layout.token_bytes if enabled else 0
+    assert sum(block.nbytes for block in brought_in) == one_context + tiers
