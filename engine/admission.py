@@ -120,12 +120,17 @@ class Admission:
         return self._cache.retention.keeps_out(active.namespace, active.tokens, payer)
 
     def _send_away(self, active: Active) -> None:
-        """Ends a request that pins keep out: they may have no end, and it must have one."""
+        """Ends a request for which there is no room whoever else ends, or only when pins do: they
+        may have no end, and it must have one. An answer that was begun is as long as it could be.
+        """
         message = (
             f"{active.token_count} tokens have no room on DEVICE, or in the tenant's quota there, "
             "beside what is pinned; try again when pins have been given back"
         )
-        self._roster.finish(active, FinishReason.ERROR, message, _PINS_SECONDS)
+        if active.generated_tokens:
+            self._roster.finish(active, FinishReason.LENGTH, message)
+        else:
+            self._roster.finish(active, FinishReason.ERROR, message, _PINS_SECONDS)
 
     def _has_waited_long(self, active: Active) -> bool:
         return self._clock.now_seconds() - active.submitted_seconds > MOST_FORWARD_SECONDS

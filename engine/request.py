@@ -73,7 +73,7 @@ class Active:
     is_over_quota: bool = False
     """Whether it waits for room in its tenant's quota, of which others take nothing."""
     is_kept_out: bool = False
-    """Whether pins leave it no room, so that nobody's end but theirs helps it."""
+    """Whether there is no room for it beside pins, so that nobody's end but theirs helps it."""
     first_books: Books | None = None
     """What its prompt found, of a request that was put back while it computed: it will find its
     own pages then, which are no hits."""

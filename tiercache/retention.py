@@ -117,11 +117,13 @@ class Retention:
         self._require_room(stored.tolist(), missing, tenant)
 
     def keeps_out(self, namespace: bytes, tokens: Tokens, payer: int) -> bool:
-        """Whether pins leave a prompt too little of DEVICE, or of its tenant's quota there, whoever
-        else leaves: it can only begin once one of them has ended. Changes nothing.
+        """Whether DEVICE, or its tenant's quota there, has too little for a prompt beside pins,
+        whoever else leaves: it can only begin once one of them has ended, or never. Changes
+        nothing.
+
+        That there are pins is not all: a tier can have shrunk, and an answer have grown beyond a
+        quota behind pages of others that are not there any more.
         """
-        if not self._pins:
-            return False
         columns, books = self._catalog.tiers[Tier.DEVICE], self._catalog.tenants
         own = self._stored(namespace, tokens)
         own = own[columns.is_resident(own)]

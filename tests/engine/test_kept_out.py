@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
 from engine import admission
-from engine.api import FinishReason, RequestError
-from tests.engine.conftest import MakeRig, Rig, prompt
+from engine.api import Finished, FinishReason, GenerationRequest, RequestError
+from tests.engine.conftest import GREEDY, Answer, MakeRig, Rig, prompt
+from tiercache.types import Tier
 
 TENANTS = {"owner": {"keys": ["k"], "pins": 1, "quota": {"device": "45KiB"}}}
 """7 pages of 6 KiB."""
+SHARING = {
+    "rich": {"keys": ["r"], "shared_namespaces": True},
+    "poor": {"keys": ["p"], "shared_namespaces": True, "quota": {"device": "45KiB"}},
+}
 
 
 def pin(rig: Rig, tokens: int, tenant: str = "", ttl_seconds: float | None = None) -> int:
@@ -87,3 +96,56 @@ def test_a_prompt_of_any_size_is_refused_or_answered(
     first = refused[0][1]
     assert refused == [("prompt", size) for size in range(first, tokens + 20)]
     rig.assert_nothing_is_held()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_prompt_that_a_smaller_device_cannot_hold_is_sent_away_and_nobody_waits_behind_it(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(device=1024)
+    rig.answer(prompt(1, 20))
+    rig.engine.call(lambda cache: cache.resize(Tier.DEVICE, 16)).result(10)
+    big = rig.ask(prompt(5, 400))
+    small = [rig.ask(prompt(seed, 20), max_tokens=4) for seed in range(6, 12)]
+    assert {one.wait(20).reason for one in small} <= {FinishReason.STOP, FinishReason.LENGTH}
+    end = big.wait(20)
+    assert (end.reason, end.retry_after_seconds) == (FinishReason.ERROR, 5)
+    assert "400 tokens have no room on DEVICE" in end.message
+    rig.assert_nothing_is_held()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_that_outgrew_its_quota_behind_pages_that_left_ends(make_rig: MakeRig) -> None:
+    """Pages of others count for them. Put back without them, it needs more than its quota."""
+    rig = make_rig(device=1024, tenants=SHARING, start=False)
+    turns = rig.engine._turns
+
+    def ask(name: str, tokens: np.ndarray, max_tokens: int, tenant: str) -> Answer:
+        request = GenerationRequest(
+            name, tokens, GREEDY, max_tokens, (), "", tenant, ignore_eos=True
+        )
+        return Answer(rig.engine, request)
+
+    def until(happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not happened():
+            assert time.monotonic() < deadline, "it never happens"
+            rig.turn()
+
+    def finish(answer: Answer) -> Finished:
+        until(answer._ended.is_set)
+        return answer.wait()
+
+    shared = prompt(50, 97)
+    finish(ask("theirs", shared, 1, "rich"))
+    first = ask("first", prompt(1, 20), 80, "poor")
+    rig.turn()
+    behind = ask("behind", np.concatenate([shared[:96], prompt(2, 5)]), 200, "poor")
+    until(lambda: turns.counters.preemptions == 1)
+    assert [one.request.request_id for one in turns._roster.waiting] == ["behind"]
+    finish(ask("large", prompt(3, 896), 1, "rich"))
+    assert finish(first).reason is FinishReason.LENGTH
+    end = finish(behind)
+    assert end.reason is FinishReason.LENGTH
+    assert 0 < len(end.token_ids) < 200
+    assert not turns._roster.everyone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -61,6 +63,21 @@ def no_file_longer_than(limit_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft_bytes, hard_bytes))
+
+
+def refuse_meta_writes(file: Path) -> None:
+    """A medium that takes everything but the last write of a commit: the engine's own descriptor
+    for it, the one of a strict store that waits for the medium, can only be read from."""
+    refusing = os.open(os.devnull, os.O_RDONLY)
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            is_it = os.readlink(f"/proc/self/fd/{name}") == str(file.resolve())
+            if is_it and fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_DSYNC:
+                os.dup2(refusing, int(name))
+                found += 1
+    os.close(refusing)
+    assert found == 1
 
 
 def folder_bytes(path: Path) -> int:

@@ -20,7 +20,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.disk_parts import WRITTEN, in_process, no_file_longer_than, read_all
+from tests.tiers.disk_parts import (
+    WRITTEN,
+    in_process,
+    no_file_longer_than,
+    read_all,
+    refuse_meta_writes,
+)
 from tiercache.errors import PageCorrupt, TierLost, TierOffline, TierUnavailable
 from tiercache.metrics import DropReason
 from tiercache.testing.disk_pages import (
@@ -33,6 +39,7 @@ from tiercache.testing.disk_pages import (
 from tiercache.testing.rig import CacheRig
 from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_client import StoreProcess
+from tiercache.tiers.disk_facts import Durability
 from tiercache.tiers.disk_guard import BreakerSettings, GuardedStore
 from tiercache.tiers.memory import HostPool
 from tiercache.types import Tier, Tokens
@@ -129,6 +136,25 @@ def test_a_medium_that_takes_no_writes_goes_on_serving_hits(rig: CacheRig, path:
     assert disk_health(rig) == ""
     store_prompts(rig, range(10, 16))
     assert hits_from_disk(rig, 10) > 0
+
+
+def test_a_store_whose_engine_gave_up_is_opened_anew_with_what_it_held(path: Path) -> None:
+    """As it does when the write that ends a commit fails: then it refuses everything for good."""
+
+    def open_store() -> DiskStore:
+        return opened(path, durability=Durability.STRICT)
+
+    records = chain(8)
+    with contextlib.closing(GuardedStore(open_store, SETTINGS)) as store:
+        assert set(store.write(with_payloads(records[:4]))) == {WRITTEN}
+        refuse_meta_writes(path / "pages" / "data.mdb")
+        for _ in range(2):
+            with pytest.raises(TierUnavailable):
+                store.write(with_payloads(records[4:]))
+        until(lambda: store.take_return() is not None)
+        assert store.reopenings == 1
+        assert set(store.write(with_payloads(records[4:]))) == {WRITTEN}
+        assert read_all(store, records) == len(store.records()) == 8
 
 
 def test_a_flush_that_disk_cannot_record_keeps_it_away_until_it_is_recorded(

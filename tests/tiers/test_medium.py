@@ -19,7 +19,7 @@ from tests.tiers.disk_parts import (
     read,
     store_pages,
 )
-from tiercache.errors import ConfigError, PageCorrupt, TierFull, TierUnavailable
+from tiercache.errors import ConfigError, PageCorrupt, TierFull, TierLost, TierUnavailable
 from tiercache.testing.disk_pages import chain, opened, stamp, with_payloads
 from tiercache.tiers.disk import DiskStore
 from tiercache.tiers.disk_engine import family_of
@@ -35,7 +35,8 @@ def test_every_error_of_the_engine_belongs_to_a_family() -> None:
     ]
     families = {error_class: family_of(error_class) for error_class in classes}
     assert len(families) > 25
-    assert set(families.values()) == {TierFull, TierUnavailable, PageCorrupt}
+    assert set(families.values()) == {TierFull, TierUnavailable, TierLost, PageCorrupt}
+    assert families[lmdb.PanicError] is TierLost
     assert families[lmdb.MapFullError] is families[lmdb.DiskError] is TierFull
     assert families[lmdb.CorruptedError] is PageCorrupt
     assert families[lmdb.Error] is TierUnavailable

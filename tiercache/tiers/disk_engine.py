@@ -17,7 +17,7 @@ from typing import Any
 import lmdb
 import lmdb.verify
 
-from tiercache.errors import PageCorrupt, TierError, TierFull, TierUnavailable
+from tiercache.errors import PageCorrupt, TierError, TierFull, TierLost, TierUnavailable
 from tiercache.tiers.disk_facts import Durability
 
 Environment = Any
@@ -65,12 +65,13 @@ _FAMILY: dict[str, type[TierError]] = {
     "MemoryError": TierUnavailable,
     "NotFoundError": TierUnavailable,
     "PageFullError": TierUnavailable,
-    "PanicError": TierUnavailable,
     "ProblemError": TierUnavailable,
     "ReadersFullError": TierUnavailable,
     "ReadonlyError": TierUnavailable,
     "TlsFullError": TierUnavailable,
     "VersionMismatchError": TierUnavailable,
+    # A write of a meta page failed: the engine refuses everything until it is opened anew.
+    "PanicError": TierLost,
 }
 
 
