@@ -9,7 +9,7 @@ from engine.request import Active
 from engine.roster import Roster
 from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, fair_head, take_turns
 from engine.workplace import Workplace
-from tiercache.lease import Lease, Room
+from tiercache.lease import Follow, Lease, Room
 from tiercache.tenants import NOBODY
 from tiercache.types import MissReason, PrefetchPolicy
 
@@ -137,11 +137,18 @@ class Admission:
 
     def _goes_on_following(self, active: Active) -> bool:
         """Whether it follows, and nothing has come to an end that would have it looked at."""
-        return (
-            active.follow is not None
-            and self._cache.is_worth_waiting(active.follow)
-            and not self._fetching.is_out_of_patience(active)
-        )
+        if active.follow is None or not self._cache.is_worth_waiting(active.follow):
+            return False
+        self._see_progress(active, active.follow)
+        return not self._fetching.is_out_of_patience(active)
+
+    def _see_progress(self, active: Active, follow: Follow) -> None:
+        """The patience of who follows begins anew with every page of its leader: what a crowd
+        would have to compute instead, all at once, takes longer however long this takes."""
+        pages = self._cache.pending.progress_pages(follow)
+        if pages != active.follow_pages:
+            active.follow_pages = pages
+            active.waiting_since_seconds = self._clock.now_seconds()
 
     def _follows(self, active: Active) -> bool:
         """Whether another request is computing what this one needs, within its patience."""
@@ -156,6 +163,7 @@ class Admission:
                 return False
             if active.waiting_since_seconds is None:
                 active.waiting_since_seconds = self._clock.now_seconds()
+        self._see_progress(active, active.follow)
         if self._fetching.is_out_of_patience(active):
             active.may_follow, active.follow = False, None
             active.give_up = active.give_up or MissReason.BEING_COMPUTED

@@ -56,6 +56,8 @@ class Active:
     earlier_fronts: list[tuple[int, int]] = field(default_factory=list)
     """Stretches of stored pages that it computed under earlier leases."""
     follow: Follow | None = None
+    follow_pages: int = 0
+    """How many pages its leader had inserted when it was last looked at."""
     waiting_since_seconds: float | None = None
     """Start of the current wait for a leader or for pages."""
     expected_by_seconds: float | None = None

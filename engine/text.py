@@ -82,6 +82,8 @@ class WindowDetokenizer:
             return ""
         if text:
             self._context, self._pending = self._pending, []
+        elif len(self._pending) >= self.MAX_TOKENS:
+            self._pending = []  # special ones, that stand for no text
         return text
 
     def flush(self) -> str:

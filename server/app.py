@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from server import cache_routes, explain_routes, openai_routes, pin_routes, service_routes
+from server.body import BodyRoom
 from server.context import Served
 from server.errors import install_error_handlers
 from server.metrics_collector import EngineCollector
@@ -22,7 +23,11 @@ def create_app(engine: ServedEngine, config: Config) -> FastAPI:
     """An application that serves `engine`. Neither starts nor stops it."""
     app = FastAPI(title="tiercache", version=version(), docs_url=None, redoc_url=None)
     app.state.served = Served(
-        engine, config, OpenRequests(engine, config.server.max_queue), int(time.time())
+        engine,
+        config,
+        OpenRequests(engine, config.server.max_queue),
+        int(time.time()),
+        BodyRoom(config.server.max_body),
     )
     app.state.metrics = CollectorRegistry()
     app.state.metrics.register(EngineCollector(engine.snapshot, version(), commit()))

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from server.errors import ApiError, bad_field, from_validation_error
+from server.errors import (
+    LONGEST_NAME_CHARACTERS,
+    ApiError,
+    bad_field,
+    from_validation_error,
+    shortened,
+)
 from tiercache.config_problems import dotted_name
 
 _DISCARD_FACTOR = 16
 """A body over the limit is read on to this many limits, so that its sender can hear the answer."""
+_BODIES_AT_ONCE = 16
+"""Of the largest size; smaller ones are more."""
+BODY_SECONDS = 60.0
+"""Who sends more slowly than that would hold memory for as long as he likes."""
 
 
 class Body(BaseModel):
     """Base of all request bodies: no conversions, nothing unknown, nothing changed later."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field_is_enough(cls, value: object) -> object:
+        """Keeps the first of many unknown fields, which is the one that is told: collecting an
+        error for each would hold up the whole server. Validators of subclasses come before this.
+        """
+        known = cls.model_fields
+        if not isinstance(value, dict) or len(value) <= len(known):
+            return value
+        first = next((name for name in value if name not in known), None)
+        return {name: item for name, item in value.items() if name in known or name == first}
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -42,19 +65,57 @@ async def discard_body(request: Request, max_body_bytes: int) -> None:
             break
 
 
-async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """The bytes of a body. Raises ApiError when there are more than `max_body_bytes`."""
+class BodyRoom:
+    """Memory for the bodies of all requests that are being received. Event loop only."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self._free_bytes = max_body_bytes * _BODIES_AT_ONCE
+
+    def take(self, size_bytes: int) -> bool:
+        """Whether there was room; then it is the caller's until given back."""
+        if size_bytes > self._free_bytes:
+            return False
+        self._free_bytes -= size_bytes
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        self._free_bytes += size_bytes
+
+
+async def read_body(request: Request, room: BodyRoom) -> bytes:
+    """The bytes of a body. Raises ApiError when there are more than the room's `max_body_bytes`,
+    when they take more than `BODY_SECONDS` to come, or when others have taken all the room.
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _received(request, room)
+    except TimeoutError:
+        message = f"the body did not arrive within {BODY_SECONDS:g} seconds"
+        headers = {"connection": "close"}
+        raise ApiError(408, message, code="request_timeout", headers=headers) from None
+
+
+async def _received(request: Request, room: BodyRoom) -> bytes:
     chunks: list[bytes] = []
-    size_bytes = 0
-    async for chunk in request.stream():
-        size_bytes += len(chunk)
-        if size_bytes <= max_body_bytes:
-            chunks.append(chunk)
-        elif size_bytes > max_body_bytes * _DISCARD_FACTOR:
-            break
-    if size_bytes > max_body_bytes:
-        message = f"the body is larger than server.max_body, {max_body_bytes} bytes"
+    size_bytes = kept_bytes = 0
+    most_bytes = room.max_body_bytes
+    try:
+        async for chunk in request.stream():
+            size_bytes += len(chunk)
+            if size_bytes > most_bytes * _DISCARD_FACTOR:
+                break
+            if size_bytes == kept_bytes + len(chunk) <= most_bytes and room.take(len(chunk)):
+                kept_bytes = size_bytes
+                chunks.append(chunk)
+    finally:
+        room.give_back(kept_bytes)
+    if size_bytes > most_bytes:
+        message = f"the body is larger than server.max_body, {most_bytes} bytes"
         raise ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+    if kept_bytes < size_bytes:
+        message = "too many large bodies are being received; try again later"
+        raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
     return b"".join(chunks)
 
 
@@ -104,7 +165,7 @@ def _check(value: dict[str, Any], kind: type[B]) -> B:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
+        problem = error.errors(include_url=False, include_input=False)[0]
         if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
             raise unknown_field(str(problem["loc"][0]), list(kind.model_fields)) from None
         raise from_validation_error(error) from None
@@ -112,6 +173,7 @@ def _check(value: dict[str, Any], kind: type[B]) -> B:
 
 def unknown_field(name: str, known: list[str]) -> ApiError:
     """A 400 for a field nobody knows, with the nearest one that is known."""
+    name = shortened(name, LONGEST_NAME_CHARACTERS)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known fields are {', '.join(sorted(known))}"
     return bad_field(name, f"unknown field; {hint}", code="unknown_parameter")

@@ -117,7 +117,8 @@ async def prefetch(request: Request) -> dict[str, Any]:
 
     tokens, namespace = await here.parse(request, SaltedPrompt, prepare)
     share = here.config.cache.prefetch.queue_budget_fraction
-    warmed = await here.command(lambda cache: warm(cache, namespace, tokens, share))
+    tenant = caller_of(request).tenant
+    warmed = await here.command(lambda cache: warm(cache, namespace, tokens, share, tenant))
     return asdict(warmed)
 
 

@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
 from engine.api import RequestError
-from server.body import B, checked, discard_body, read_body
+from server.body import B, BodyRoom, checked, discard_body, read_body
 from server.callers import caller_of
 from server.errors import ApiError, from_request_error
 from server.port import ServedEngine
@@ -33,6 +33,7 @@ class Served:
     config: Config
     open_requests: OpenRequests
     started_seconds: int
+    bodies: BodyRoom
 
     @property
     def model_name(self) -> str:
@@ -62,14 +63,13 @@ class Served:
         A place in the queue is taken from when the body is there: who sends slowly takes none.
         Raises ApiError for what is wrong with the body, and where there is no place.
         """
-        most_bytes = self.config.server.max_body
         places = self.open_requests
         try:
             places.require_place(generates=generates)
         except ApiError:
-            await discard_body(request, most_bytes)
+            await discard_body(request, self.bodies.max_body_bytes)
             raise
-        raw = await read_body(request, most_bytes)
+        raw = await read_body(request, self.bodies)
         with places.preparing(generates=generates):
             return await run_in_threadpool(lambda: finish(checked(raw, kind)))
 

@@ -26,7 +26,14 @@ _TYPE_BY_STATUS = {
     500: "server_error",
     503: "server_error",
 }
+_LONGEST_MESSAGE_CHARACTERS = 1000
+LONGEST_NAME_CHARACTERS = 200
+"""A body may be megabytes of one name; who sent it need not get it back."""
 _log = logging.getLogger("tiercache.server")
+
+
+def shortened(text: str, most_characters: int) -> str:
+    return text if len(text) <= most_characters else text[: most_characters - 1] + "…"
 
 
 class ApiError(Exception):
@@ -41,10 +48,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = shortened(message, _LONGEST_MESSAGE_CHARACTERS)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.param = param and shortened(param, LONGEST_NAME_CHARACTERS)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -76,7 +83,7 @@ def from_request_error(error: RequestError, prompt_param: str = "prompt") -> Api
 
 def from_validation_error(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, named by its field. Never shows the value at length."""
-    problem = error.errors(include_url=False)[0]
+    problem = error.errors(include_url=False, include_input=False)[0]
     name = dotted_name(problem["loc"]) or None
     reason = problem.get("ctx", {}).get("error")
     if problem["type"] == "missing":

@@ -146,6 +146,10 @@ class Message(Body):
         return "system" if value == "developer" else value
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+"""The first message that is wrong is what is told: millions of errors take as long to collect."""
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -188,14 +192,14 @@ class Generation(Body):
 
 
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+            raise bad_field("max_completion_tokens", "differs from max_tokens; send one of them")
         return self
 
     @property

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.models import ChatTemplateError, LoadedModel, encode_text, render_chat
 from server.body import Body
 from server.errors import bad_field
-from server.openai_schema import CacheSalt, Message, Prompt, TokenList
+from server.openai_schema import CacheSalt, Message, Messages, Prompt, TokenList
 from tiercache.types import Tokens
 
 
@@ -19,7 +19,7 @@ class PromptSource(Body):
     """A prompt in one of three forms."""
 
     prompt: Prompt | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     tokens: TokenList | None = None
 
 

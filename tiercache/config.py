@@ -91,7 +91,7 @@ class PrefetchConfig(Section):
         default=5.0,
         gt=0,
         le=3600,
-        description="Longest wait in seconds for pages another request computes.",
+        description="Longest wait in seconds for the next page another request computes.",
     )
     queue_budget_fraction: float = Field(
         default=0.25,

@@ -55,6 +55,11 @@ class PendingPrefixes:
                 best = Follow(lease.serial, shared)
         return best
 
+    def progress_pages(self, follow: Follow) -> int:
+        """How many pages of its prompt the leader has inserted; 0 when it leads no more."""
+        lease = self._leaders.get(follow.leader)
+        return lease.inserted_pages if lease is not None else 0
+
     def is_worth_waiting(self, follow: Follow) -> bool:
         """Whether the leader is still on its way to the pages that were promised."""
         lease = self._leaders.get(follow.leader)

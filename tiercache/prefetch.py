@@ -39,6 +39,10 @@ class Prefetcher:
         """By request, with the index of its tenant."""
         self._pages: dict[str, PageIds] = {}
         """By request; a row among them may meanwhile stand for another page, so they only count."""
+        self._given_back = 0
+        """How often some of the budget came back."""
+        self._turned_away: dict[str, int] = {}
+        """Requests for which nothing could be begun, and when: see `_given_back`."""
 
     def announce(
         self,
@@ -61,15 +65,25 @@ class Prefetcher:
         payer = NOBODY if books is None else books.index(tenant)
         self._announced[request_id] = (announcement, payer)
 
-    def begin(self, request_id: str, namespace: bytes, tokens: Tokens) -> None:
-        """Starts reading what `request_id` will need from DISK; later calls for it do nothing."""
+    def begin(
+        self, request_id: str, namespace: bytes, tokens: Tokens, payer: int | None = None
+    ) -> None:
+        """Starts reading what `request_id` will need from DISK; later calls for it do nothing.
+
+        Where there was neither budget nor room for a single page, it is tried again once some
+        budget has come back. `payer` is the index of the tenant for whom the copies count, where
+        nothing was announced for the request.
+        """
         if request_id in self._pages or not self._budget_pages:
+            return
+        if self._turned_away.get(request_id) == self._given_back:
             return
         path = self.usable_prefix(namespace, tokens)
         self._cache.queues[Tier.HOST].touch(path)  # wanted soon: not what leaves HOST next
         cold = self.only_on_disk(path)
         left = self._budget_pages - sum(pages.size for pages in self._pages.values())
-        serial, payer = self._place(request_id)
+        serial, announced = self._place(request_id)
+        payer = announced if payer is None else payer
         fits = cold[: max(0, min(left, self._yielding_pages(serial)))]
         self._cache.catalog.pin(fits)  # making room must not cost the copies that are to be read
         begun: list[PageIds] = []
@@ -79,8 +93,14 @@ class Prefetcher:
             self._cache.moves.start(batch, Tier.DISK, (Tier.HOST,), payer)
             begun.append(batch)
         self._cache.catalog.unpin(fits)
+        if not begun and cold.size:
+            if request_id not in self._turned_away:
+                self._count(PrefetchOutcome.OVER_BUDGET, cold.size)
+            self._turned_away[request_id] = self._given_back
+            return
         self._pages[request_id] = np.concatenate(begun) if begun else _NO_PAGES
-        self._count(PrefetchOutcome.OVER_BUDGET, cold.size - self._pages[request_id].size)
+        if request_id not in self._turned_away:
+            self._count(PrefetchOutcome.OVER_BUDGET, cold.size - self._pages[request_id].size)
 
     def is_under_way(self, request_id: str) -> bool:
         """Whether pages for this request are being read right now: worth a short wait."""
@@ -95,17 +115,23 @@ class Prefetcher:
 
     def started(self, request_id: str) -> None:
         """The request has its lease: it wants and its pages count no more."""
-        self._withdraw(request_id)
-        pages = self._pages.pop(request_id, _NO_PAGES)
+        pages = self._forget(request_id)
         used = int(np.count_nonzero(self._cache.catalog.ready_on(Tier.HOST, pages)))
         self._count(PrefetchOutcome.USED, used)
         self._count(PrefetchOutcome.LATE, pages.size - used)
 
     def left(self, request_id: str) -> None:
         """The request went without starting, or after it had."""
-        self._withdraw(request_id)
-        pages = self._pages.pop(request_id, _NO_PAGES)
+        pages = self._forget(request_id)
         self._count(PrefetchOutcome.UNUSED, pages.size)
+
+    def _forget(self, request_id: str) -> PageIds:
+        """The pages that were begun for it, whose budget comes back."""
+        self._withdraw(request_id)
+        self._turned_away.pop(request_id, None)
+        pages = self._pages.pop(request_id, _NO_PAGES)
+        self._given_back += bool(pages.size)
+        return pages
 
     def _withdraw(self, request_id: str) -> None:
         announced = self._announced.pop(request_id, None)

@@ -26,15 +26,20 @@ class Warmed:
     on_disk_tokens: int
 
 
-def warm(cache: TierCache, namespace: bytes, tokens: Tokens, share: float) -> Warmed:
-    """Starts reading the stored prefix of `tokens` into HOST, `share` of HOST at most.
+def warm(
+    cache: TierCache, namespace: bytes, tokens: Tokens, share: float, tenant: str = ""
+) -> Warmed:
+    """Starts reading the stored prefix of `tokens` into HOST, `share` of HOST at most, and no more
+    than the quota of `tenant` has room for.
 
     Engine thread only. The pages stay there as long as eviction lets them, as after a use.
     """
     prefetcher = Prefetcher(cache, share)
     path = prefetcher.usable_prefix(namespace, tokens)
     cold = prefetcher.only_on_disk(path)
-    prefetcher.begin(_BY_HAND, namespace, tokens)
+    books = cache.catalog.tenants
+    payer = None if books is None else books.index(tenant)
+    prefetcher.begin(_BY_HAND, namespace, tokens, payer)
     reading = prefetcher.begun_pages(_BY_HAND)
     page = cache.page_tokens
     return Warmed(

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tiercache.metrics import PrefetchOutcome
 from tiercache.prefetch import Prefetcher
 from tiercache.testing.rig import CacheRig
 from tiercache.tiers.disk import DiskStore
 from tiercache.types import PageIds, Tier
+from tiercache.warm import warm
 
 N = b"n" * 32
 PAGE_BYTES = 4 * 32
@@ -126,3 +128,47 @@ def test_pages_of_an_old_generation_take_no_record_of_the_new_one_with_them(
     assert ready_on(rig, Tier.DISK, match.pages)
     keys = {record.key for record in store.records()}
     assert keys == {rig.cache.key_of(int(page)) for page in match.pages}
+
+
+def test_who_met_a_full_budget_is_read_ahead_once_some_came_back(store: DiskStore) -> None:
+    rig = CacheRig({Tier.DEVICE: 16, Tier.HOST: 16, Tier.DISK: 64}, store=store)
+    first, second = (stored(rig, prompt(n, 4), Tier.DEVICE, Tier.HOST) for n in (1, 2))
+    prefetcher = Prefetcher(rig.cache, 0.25)  # four pages
+    for _ in range(3):
+        for number, name in enumerate(("first", "second"), start=1):
+            prefetcher.begin(name, N, prompt(number, 4))
+        rig.settle()
+    assert ready_on(rig, Tier.HOST, first)
+    assert not rig.cache.catalog.ready_on(Tier.HOST, second).any()
+
+    prefetcher.started("first")
+    prefetcher.begin("second", N, prompt(2, 4))
+    rig.settle()
+    assert ready_on(rig, Tier.HOST, second)
+    assert rig.cache.counters.prefetch_pages[PrefetchOutcome.OVER_BUDGET] == 4
+    prefetcher.left("second")
+    rig.assert_sound()
+
+
+def test_what_is_warmed_by_hand_counts_for_whom_it_is_done(store: DiskStore) -> None:
+    quotas = {"t": {Tier.HOST: 4}}
+    rig = CacheRig({Tier.DEVICE: 32, Tier.HOST: 32, Tier.DISK: 64}, store=store, quotas=quotas)
+    prompts = [prompt(seed, 4) for seed in range(1, 5)]
+    pages = []
+    for tokens in prompts:
+        rig.store_prompt(tokens, tenant="t")
+        rig.settle()
+        match = rig.cache.tree.match(N, 0, tokens)
+        assert match is not None
+        pages.append(match.pages)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            ready = match.pages[rig.cache.catalog.ready_on(tier, match.pages)]
+            for page in ready[::-1].tolist():
+                rig.cache.room.leave(tier, np.array([page], np.int32))
+            rig.settle()
+    for tokens in prompts:
+        warm(rig.cache, N, tokens, 0.25, "t")
+        rig.settle()
+        on_host = sum(np.count_nonzero(rig.cache.catalog.ready_on(Tier.HOST, p)) for p in pages)
+        assert 0 < on_host <= 4
+        rig.assert_sound()

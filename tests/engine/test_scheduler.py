@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 
@@ -23,6 +24,7 @@ from engine.scheduler import (
 )
 from engine.text import StopMatcher
 from tests.engine.conftest import MakeRig, Rig, prompt
+from tiercache.clock import SystemClock
 from tiercache.metrics import PrefetchOutcome
 from tiercache.transfer import Completion, Move, PageOutcome, arrivals_of
 from tiercache.types import MissReason, Tier
@@ -315,3 +317,39 @@ def test_a_crowd_that_waits_for_one_leader_hides_nobody_behind_it(make_rig: Make
         pass
     assert len({one.wait(0).token_ids for one in crowd}) == 1
     assert all(one.wait(0).token_ids for one in others)
+
+
+def test_a_leader_that_gets_on_is_followed_however_long_it_takes(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn is a second here, and a page; patience lasts for one and a half."""
+    seconds = itertools.count()
+    now = [0.0]
+    monkeypatch.setattr(SystemClock, "now_seconds", lambda _: now[0])
+    rig = make_rig(chunk=16, start=False, cache={"prefetch": {"join_deadline_seconds": 1.5}})
+    answers = [rig.ask(np.concatenate([prompt(1, 320), prompt(2 + i, 8)])) for i in range(4)]
+    while not all(answer._ended.is_set() for answer in answers):
+        now[0] = float(next(seconds))
+        assert now[0] < 500
+        rig.turn()
+    usages = [answer.wait(0).usage for answer in answers]
+    assert sorted(usage.cached_tokens for usage in usages) == [0, 320, 320, 320]
+    assert not any(MissReason.BEING_COMPUTED in usage.miss_tokens for usage in usages)
+
+
+def test_a_leader_that_gets_nowhere_is_not_waited_for(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(SystemClock, "now_seconds", lambda _: now[0])
+    rig = make_rig(chunk=1, start=False, cache={"prefetch": {"join_deadline_seconds": 1.5}})
+    rig.ask(prompt(1, 320))
+    rig.turn()
+    rig.ask(prompt(1, 320))
+    for _ in range(4):
+        rig.turn()
+    (waiting,) = rig.engine._turns._roster.waiting
+    now[0] = 2.0
+    rig.turn()
+    assert waiting.lease is not None
+    assert waiting.give_up is MissReason.BEING_COMPUTED

@@ -70,6 +70,16 @@ def test_a_character_is_shown_with_the_token_that_completes_it() -> None:
     assert pieces(new_detokenizer(BYTES), tokens) == ["a", "", "", "", "🙂", "b", ""]
 
 
+def test_tokens_without_text_cost_no_more_the_more_there_are() -> None:
+    """Each push decodes what is pending, so little may be."""
+    end = BYTES.convert_tokens_to_ids("<|im_end|>")
+    detokenizer = WindowDetokenizer(BYTES)
+    for _ in range(1000):
+        assert detokenizer.push(end) == ""
+        assert len(detokenizer._pending) < WindowDetokenizer.MAX_TOKENS
+    assert "".join(map(detokenizer.push, BYTES.encode("hi"))) + detokenizer.flush() == "hi"
+
+
 def test_markers_are_not_shown() -> None:
     tokens = BYTES.encode("<|im_start|>hi<|im_end|>", add_special_tokens=False)
     assert "".join(pieces(new_detokenizer(BYTES), tokens)) == "hi"

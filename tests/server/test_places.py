@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from engine.api import Finished, FinishReason, TextDelta, Usage
+from server import body
 from tests.server.conftest import Connect
 from tests.server.scripted_engine import HELLO, ScriptedEngine, SlowTokenizer
 
@@ -105,6 +106,41 @@ def test_a_client_that_sends_slowly_or_leaves_takes_no_place_and_breaks_nothing(
             assert http.post(PATH, json=BODY).status_code == 200
     assert http.post(PATH, json=BODY).status_code == 200
     assert not caplog.records
+
+
+@contextmanager
+def sending(http: httpx.Client, said_bytes: int, sent_bytes: int) -> Iterator[socket.socket]:
+    """A client that says how long its body is, sends less and waits."""
+    where = (http.base_url.host, http.base_url.port or 0)
+    with socket.create_connection(where) as sender:
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        sender.sendall(f"{head}content-length: {said_bytes}\r\n\r\n".encode() + b"x" * sent_bytes)
+        yield sender
+
+
+def test_bodies_that_are_being_sent_take_bounded_memory_all_together(connect: Connect) -> None:
+    http = connect(max_body="64KiB")
+    with ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(sending(http, 65_536, 65_000))
+        large = BODY | {"user": "x" * 20_000}
+        deadline = time.monotonic() + 20
+        while (answer := http.post(PATH, json=large)).status_code == 200:
+            assert time.monotonic() < deadline, "the others are never read"
+        told_to_come_back(answer)
+        assert http.post(PATH, json=BODY).status_code == 200, "there is room for small ones"
+    while http.post(PATH, json=large).status_code != 200:
+        assert time.monotonic() < deadline, "room does not come back"
+        time.sleep(0.02)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.2)
+    with sending(connect(), 1000, 10) as sender:
+        sender.settimeout(20)
+        assert sender.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,7 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from server.body import Body
+from server.openai_schema import ChatRequest
+from server.prompt import SaltedPrompt
 from tests.server.conftest import http_client, running
 from tests.server.scripted_engine import ScriptedEngine
 from tiercache.config import parse_config
@@ -238,7 +242,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused(http: httpx.Client) -> Non
 
 def test_two_limits_that_differ_are_refused(http: httpx.Client) -> None:
     assert chat(http, max_tokens=5, max_completion_tokens=5).status_code == 200
-    refused(chat(http, max_tokens=5, max_completion_tokens=6), None)
+    refused(chat(http, max_tokens=5, max_completion_tokens=6), "max_completion_tokens")
 
 
 @pytest.mark.parametrize(
@@ -317,3 +321,40 @@ def test_every_answer_carries_a_request_id(http: httpx.Client, engine: ScriptedE
     assert good.headers["x-request-id"] == engine.requests[-1].request_id
     assert good.headers["x-request-id"] != bad.headers["x-request-id"]
     assert http.get("/v1/nothing").headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"model": "m", "messages": [1] * 10_000}),
+        (ChatRequest, {"model": "m", "messages": [{}] * 10_000}),
+        (ChatRequest, {"model": "m", "messages": [{f"x{i}": 1 for i in range(10_000)}]}),
+        (ChatRequest, {"model": "m", "cache": {f"x{i}": 1 for i in range(10_000)}}),
+        (SaltedPrompt, {f"x{i}": 1 for i in range(10_000)}),
+        (SaltedPrompt, {"messages": [1] * 10_000}),
+    ],
+)
+def test_a_body_that_is_wrong_ten_thousand_times_is_few_errors(
+    kind: type[Body], body: dict[str, Any]
+) -> None:
+    """Collecting all of them would hold up everybody else for seconds."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() <= 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x" * 30_000: 1},
+        {"model": "x" * 30_000},
+        {"cache": {"x" * 30_000: 1}},
+        {"messages": [{"role": "user", "content": [{"type": "x" * 30_000}]}]},
+    ],
+)
+def test_what_was_sent_at_length_is_not_sent_back(
+    http: httpx.Client, wrong: dict[str, Any]
+) -> None:
+    answer = chat(http, **wrong)
+    assert 400 <= answer.status_code < 500
+    assert len(answer.content) < 3000

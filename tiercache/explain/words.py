@@ -18,8 +18,8 @@ _SENTENCES = {
     " flush that began generation {generation}",
     MissReason.PARTIAL_PAGE: "only whole pages of {page_tokens} tokens are stored, and these do not"
     " fill one",
-    MissReason.BEING_COMPUTED: "another request was computing them, and waiting for it took longer"
-    " than cache.prefetch.join_deadline_seconds",
+    MissReason.BEING_COMPUTED: "another request was computing them, and waiting for its next page"
+    " took longer than cache.prefetch.join_deadline_seconds",
     MissReason.LOAD_FAILED: "they are stored and could not be loaded",
     MissReason.CHECKSUM_FAILED: "the stored copy was not what had been written, and was dropped",
     MissReason.COST_GATE: "they are stored, and computing them was expected to be faster than"
