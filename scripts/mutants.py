@@ -557,8 +557,8 @@ MUTANTS = (
         "requests-that-left-keep-their-budget",
         "queued prefetch, release",
         P,
-        "        pages = self._pages.pop(request_id, _NO_PAGES)\n        self._count(",
-        "        pages = self._pages.get(request_id, _NO_PAGES)\n        self._count(",
+        "        pages = self._pages.pop(request_id, _NO_PAGES)\n        self._given_back",
+        "        pages = self._pages.get(request_id, _NO_PAGES)\n        self._given_back",
     ),
     Mutant(
         "bare-parents-are-not-forgotten",
