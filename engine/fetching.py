@@ -113,10 +113,9 @@ class Fetching:
     def _stretch_pages(self, active: Active) -> int:
         """How much of a front is computed before the rest is weighed again: as much as has been, at
         least a little, at most a chunk. So a wrong guess costs no more than it has cost already."""
-        so_far = sum(stop - first for first, stop in active.fronts)
         page_tokens = self._cache.page_tokens
         most = max(1, self._settings.prefill_chunk_tokens // page_tokens)
-        return min(most, max(so_far, _LEAST_STRETCH_TOKENS // page_tokens, 1))
+        return min(most, max(active.front_pages, _LEAST_STRETCH_TOKENS // page_tokens, 1))
 
     def _expect(self, active: Active, decision: Decision | None, *, is_overdue: bool) -> None:
         """When to look at it again if nothing comes: ever less often."""

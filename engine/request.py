@@ -126,6 +126,11 @@ class Active:
         return [*self.earlier_fronts, *computed]
 
     @property
+    def front_pages(self) -> int:
+        """How many pages those are."""
+        return sum(stop - first for first, stop in self.fronts)
+
+    @property
     def books(self) -> Books:
         """What its prompt found: as its lease has it, but for what was computed all the same."""
         lease = self.lease

@@ -198,7 +198,7 @@ class Steps:
 
     def _report_load(self, active: Active, now: float) -> None:
         report = active.load_report = active.loading.report(
-            self._cache.page_tokens, now, sum(stop - first for first, stop in active.fronts)
+            self._cache.page_tokens, now, active.front_pages
         )
         if report is not None:
             self._counters.loads.add(report)

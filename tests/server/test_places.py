@@ -98,10 +98,7 @@ def test_a_client_that_sends_slowly_or_leaves_takes_no_place_and_breaks_nothing(
 ) -> None:
     http = connect(max_queue=1)
     for _ in range(3):
-        where = (http.base_url.host, http.base_url.port or 0)
-        with socket.create_connection(where) as sender:
-            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            sender.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())
+        with sending(http, 1000, 1):
             time.sleep(0.05)
             assert http.post(PATH, json=BODY).status_code == 200
     assert http.post(PATH, json=BODY).status_code == 200
