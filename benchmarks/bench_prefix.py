@@ -45,7 +45,7 @@ console = Console(width=120)
 def config(folder: Path, *, enabled: bool = True) -> dict[str, Any]:
     return {
         "model": {"source": "bundled"},
-        "cache": {"enabled": enabled, "prefetch": {"join_deadline_seconds": 600}},
+        "cache": {"enabled": enabled},
         "tiers": {
             "device": {"capacity": "512MiB"},
             "host": {"capacity": "2GiB"},

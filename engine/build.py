@@ -17,6 +17,7 @@ from engine.devices.parts import Parts, choose_parts
 from engine.disk_tier import close_tiers, open_store
 from engine.engine import Engine, EngineLimits
 from engine.explainer import Explainer, ExplainSettings
+from engine.mkl import MKL_KERNELS
 from engine.models import LoadedModel, decode, load_model
 from engine.working_copy import WorkingCopyPool
 from engine.workplace import TurnSettings
@@ -83,6 +84,8 @@ def _build(
         progress=progress,
     )
     parts.place_model(model)
+    if parts.needs_working_copies:
+        log.info("MKL's kernels: %s", MKL_KERNELS.value)
     layout = model.page_layout(config.cache.page_tokens)
     copies = working_copies(config, model, layout) if parts.needs_working_copies else None
     host = host_pool(config, layout)

@@ -81,7 +81,7 @@ def serve(
     """Load the model, open the tiers and answer requests until stopped."""
     settings = _with_address(_load(config), host, port)
     listener = bind(settings.server)
-    _let_compute_threads_spin_briefly()
+    _prepare_for_torch(settings)
 
     from engine.build import build_engine
     from server.serve import serve_until_stopped
@@ -218,15 +218,18 @@ def replay(
     )
 
 
-def _let_compute_threads_spin_briefly() -> None:
-    """Says how long a compute thread waits for more before it sleeps; read when torch is loaded.
+def _prepare_for_torch(settings: Config) -> None:
+    """Sets what is read once, when torch and its libraries are loaded.
 
-    Not at all costs a decoding step a third more, since a step is hundreds of products a few
-    microseconds apart; as long as the library would, and it takes the processor from copy workers.
-    Whoever has set either variable knows better.
+    How long a compute thread waits for more before it sleeps: not at all costs a decoding step a
+    third more, since a step is hundreds of products a few microseconds apart; as long as the
+    library would, and it takes the processor from copy workers. Whoever has set either variable
+    knows better.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "10000"  # about a tenth of a millisecond
+    if settings.engine.mkl_kernels == "library":
+        os.environ["TIERCACHE_MKL_KERNELS"] = "library"  # see engine/mkl.py
 
 
 def _load(path: Path | None) -> Config:

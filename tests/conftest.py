@@ -6,6 +6,8 @@ import os
 
 from hypothesis import settings
 
+import engine.mkl  # noqa: F401  as in a server: before any test imports torch
+
 # Kernels run in Triton's interpreter; it has to be told before it is imported. Where a GPU is
 # tested, the variable is set to 0 from outside.
 os.environ.setdefault("TRITON_INTERPRET", "1")

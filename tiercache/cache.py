@@ -93,7 +93,7 @@ class TierCache:
         self.moves = MoveBook(
             self.catalog,
             transfers,
-            self.names.records_of,
+            self.names,
             self.counters,
             settings.layout.page_bytes,
         )

@@ -285,6 +285,10 @@ class EngineConfig(Section):
         default=True,
         description="Join and lay out weights for decoding on a CPU; off keeps the library's.",
     )
+    mkl_kernels: Literal["auto", "library"] = Field(
+        default="auto",
+        description="auto: all instructions of an AMD CPU with AVX-512; library: MKL's own choice.",
+    )
     decode_graphs: bool = Field(
         default=False,
         description="Record decoding steps on a GPU and replay them, where that can be.",

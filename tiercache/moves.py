@@ -7,7 +7,6 @@ the page's own (another copy was adopted meanwhile) only gives its slot back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +14,9 @@ import numpy as np
 from tiercache.catalog import Catalog
 from tiercache.layers import LayerArrivals
 from tiercache.metrics import CacheCounters, Histogram, MoveOutcome
-from tiercache.tiers.disk_format import PageRecord
+from tiercache.records import PageNames
 from tiercache.transfer import Completion, Erase, Hop, Job, Move, PageOutcome, Transfers
 from tiercache.types import PageIds, Tier
-
-RecordsOf = Callable[[PageIds], tuple[PageRecord, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +41,13 @@ class MoveBook:
         self,
         catalog: Catalog,
         transfers: Transfers,
-        records_of: RecordsOf,
+        names: PageNames,
         counters: CacheCounters,
         page_bytes: int,
     ) -> None:
         self._catalog = catalog
         self._transfers = transfers
-        self._records_of = records_of
+        self._names = names
         self._counters = counters
         self._page_bytes = page_bytes
         self._next_serial = 0
@@ -77,7 +74,7 @@ class MoveBook:
         HOST is left out for pages that are resident there already; the caller groups by that.
         """
         assert self._catalog.ready_on(source, pages).all()
-        records = self._records_of(pages) if Tier.DISK in (source, *hops) else ()
+        records = self._names.records_of(pages) if Tier.DISK in (source, *hops) else ()
         self._catalog.pin(pages)
         move = Move(
             serial=self._serial(),
@@ -97,8 +94,7 @@ class MoveBook:
         Records of older generations are left to the store, which neither serves nor keeps them:
         keys do not name generations, and the same tokens may have been written again since.
         """
-        records = self._records_of(pages)
-        keys = tuple(record.key for record in records if record.generation == self.generation)
+        keys = self._names.keys_of(pages, self.generation)
         slots = self._catalog.retire(Tier.DISK, pages)
         if keys:
             self._submit_erase(slots, keys)

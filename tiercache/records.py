@@ -36,6 +36,11 @@ class PageNames:
             key[link] = np.frombuffer(above, np.uint8)
         return bytes(key[page])
 
+    def keys_of(self, pages: PageIds, generation: int) -> tuple[bytes, ...]:
+        """Keys of those of `pages` that are of `generation`."""
+        root_name = self._tree.root_name
+        return tuple(self.key_of(p) for p in pages.tolist() if root_name(p)[1] == generation)
+
     def _record(self, page: int) -> PageRecord:
         namespace, generation = self._tree.root_name(page)
         catalog = self._catalog

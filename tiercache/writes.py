@@ -31,6 +31,7 @@ _REASONS = {
     PageOutcome.OLD_GENERATION: DropReason.OLD_GENERATION,
     PageOutcome.OFFLINE: DropReason.OFFLINE,
 }
+_READY = int(SlotState.READY)
 _MAY_COME_AGAIN = {PageOutcome.OFFLINE, PageOutcome.NO_SPACE}
 
 
@@ -54,6 +55,7 @@ class WriteQueue:
         self._is_offline = is_offline
         self.tier = tier
         self._catalog = catalog
+        self._faster = [columns for t, columns in catalog.tiers.items() if t < tier][::-1]
         self._tree = tree
         self._moves = moves
         self._counters = counters
@@ -303,7 +305,7 @@ class WriteQueue:
 
     def _source(self, page: int) -> Tier | None:
         """The nearest faster tier with a READY copy."""
-        for tier in sorted(self._catalog.tiers, reverse=True):
-            if tier < self.tier and self._catalog.is_ready(tier, page):
-                return tier
+        for columns in self._faster:
+            if columns.state[page] == _READY:
+                return columns.tier
         return None

@@ -340,6 +340,21 @@ def test_a_store_that_never_answers_again_is_given_up_and_started_anew(
     assert guarded.reopenings == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="schedules as Linux does")
+def test_the_store_takes_no_core_from_who_computes(path: Path) -> None:
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        pytest.skip("these tests run with a policy of their own")
+    with contextlib.closing(in_process(path)) as store:
+        store.probe()  # by then all of its threads have begun
+        threads = [int(name) for name in os.listdir(f"/proc/{store.pid}/task")]
+        behind = [t for t in threads if os.sched_getscheduler(t) == os.SCHED_BATCH]
+        assert store.pid in behind
+        assert len(behind) > 1  # and the threads that serve; numpy has idle ones of its own
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        for thread in behind:
+            assert os.getpriority(os.PRIO_PROCESS, thread) == min(19, usual + 10)
+
+
 def test_pages_pass_between_processes_wherever_they_lie(path: Path) -> None:
     host = HostPool(40, PAGE_BYTES)
     pages = with_payloads(chain(30))

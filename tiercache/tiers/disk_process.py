@@ -22,7 +22,6 @@ from tiercache.tiers.disk_folder import when_let_go
 from tiercache.tiers.disk_wire import Named, Place, Region, StoreFacts
 
 _NICENESS = 10
-"""The engine computes first: where cores are short, moving pages takes what it leaves."""
 
 
 class StoreServer:
@@ -89,7 +88,7 @@ def main() -> None:
     except Exception as error:  # told to who asked
         control.send((False, error))
         return
-    os.nice(_NICENESS)  # not before: whoever starts a server waits for what is above
+    _step_back()  # not before: whoever starts a server waits for what is above
     control.send((True, StoreFacts(store.capacity_pages, store.generation, store.open_notes)))
     server = StoreServer(store, regions)
     for lane in lanes:
@@ -97,6 +96,17 @@ def main() -> None:
     server.serve(control)
     store.close()
     os._exit(0)  # lanes still wait in their threads; there is nothing left to tidy
+
+
+def _step_back() -> None:
+    """The engine computes first: where cores are short, moving pages takes what it leaves.
+
+    `SCHED_BATCH` on top of niceness: what wakes up here waits for a core instead of interrupting
+    one in the middle of a product, for which the other compute threads would have to wait.
+    """
+    os.nice(_NICENESS)
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 if __name__ == "__main__":
