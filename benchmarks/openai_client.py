@@ -25,7 +25,6 @@ import pytest
 from benchmarks.bench_prefix import config
 from benchmarks.common import machine, save, serving
 
-MODEL = "bundled"
 SYSTEM = "You answer in one short sentence. " + "You know the history of the sea well. " * 40
 QUESTIONS = (
     "Who sailed around Africa first?",
@@ -67,11 +66,11 @@ class Cases:
     def __init__(self, client: openai.OpenAI, url: str) -> None:
         self._client = client
         self._url = url
+        self._model = client.models.list().data[0].id
 
     def models(self) -> list[Any]:
-        listed = [model.id for model in self._client.models.list()]
-        assert MODEL in listed, listed
-        assert self._client.models.retrieve(MODEL).id == MODEL
+        assert [model.id for model in self._client.models.list()] == [self._model]
+        assert self._client.models.retrieve(self._model).id == self._model
         return []
 
     def conversation(self) -> list[Any]:
@@ -125,7 +124,7 @@ class Cases:
 
         async def one(client: openai.AsyncOpenAI, number: int) -> Any:
             stream = await client.chat.completions.create(
-                model=MODEL,
+                model=self._model,
                 messages=[
                     {"role": "system", "content": SYSTEM},
                     {"role": "user", "content": f"Tell me of voyage {number}."},
@@ -175,11 +174,11 @@ class Cases:
         return []
 
     def _chat(self, messages: list[Any], **more: Any) -> Any:
-        asked = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "temperature": 0, **more}
+        asked = {"model": self._model, "max_tokens": ANSWER_TOKENS, "temperature": 0, **more}
         return self._client.chat.completions.create(messages=messages, **asked)
 
     def _complete(self, prompt: str | list[int], **more: Any) -> Any:
-        asked = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "temperature": 0, **more}
+        asked = {"model": self._model, "max_tokens": ANSWER_TOKENS, "temperature": 0, **more}
         return self._client.completions.create(prompt=prompt, **asked)
 
     def _running(self) -> int:
