@@ -71,6 +71,7 @@ def main() -> None:
     for one in result["benchmarks"]:
         print(one["requests"])
         assert one["requests"] == {"successful": options.requests}, "some requests failed"
+    assert tempfile.gettempdir() not in json.dumps(result), "the report names a folder of here"
     print(save("guidellm", measured_on, result))
 
 

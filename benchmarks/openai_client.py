@@ -113,7 +113,7 @@ class Cases:
 
     def stop(self) -> list[Any]:
         whole = self._complete("One, two, three, four,")
-        word = whole.choices[0].text.split()[1]
+        word = whole.choices[0].text.split()[-1]
         cut = self._complete("One, two, three, four,", stop=[word])
         assert word not in cut.choices[0].text
         assert cut.choices[0].finish_reason == "stop"
@@ -144,12 +144,18 @@ class Cases:
             ) as client:
                 return await asyncio.gather(*(one(client, number) for number in range(STREAMS)))
 
-        return asyncio.run(everybody())
+        usages = asyncio.run(everybody())
+        assert all(usage.completion_tokens > 0 for usage in usages), usages
+        assert all(usage.prompt_tokens_details.cached_tokens > 0 for usage in usages), usages
+        return usages
 
     def left(self) -> list[Any]:
         """A stream that is closed after its first words holds nothing any more."""
         with self._chat(
-            [{"role": "user", "content": "Count to a thousand."}], stream=True, max_tokens=2000
+            [{"role": "user", "content": "Count to a thousand."}],
+            stream=True,
+            max_tokens=2000,  # a minute of them, were nobody to leave
+            extra_body={"ignore_eos": True},
         ) as stream:
             for chunk in stream:
                 if chunk.choices[0].delta.content:
@@ -169,8 +175,9 @@ class Cases:
             (openai.BadRequestError, "max_tokens", {"max_tokens": 0}),
             (openai.NotFoundError, "model", {"model": "nobody/has-it"}),
         ):
-            with pytest.raises(expected, match=field):
+            with pytest.raises(expected) as caught:
                 self._chat(**{"messages": asked, **more})
+            assert caught.value.param == field, caught.value
         return []
 
     def _chat(self, messages: list[Any], **more: Any) -> Any:

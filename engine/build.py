@@ -17,7 +17,7 @@ from engine.devices.parts import Parts, choose_parts
 from engine.disk_tier import close_tiers, open_store
 from engine.engine import Engine, EngineLimits
 from engine.explainer import Explainer, ExplainSettings
-from engine.mkl import MKL_KERNELS
+from engine.mkl import MKL_KERNELS, SWITCH, MklKernels
 from engine.models import LoadedModel, decode, load_model
 from engine.working_copy import WorkingCopyPool
 from engine.workplace import TurnSettings
@@ -85,7 +85,7 @@ def _build(
     )
     parts.place_model(model)
     if parts.needs_working_copies:
-        log.info("MKL's kernels: %s", MKL_KERNELS.value)
+        _tell_of_mkl(config)
     layout = model.page_layout(config.cache.page_tokens)
     copies = working_copies(config, model, layout) if parts.needs_working_copies else None
     host = host_pool(config, layout)
@@ -100,6 +100,23 @@ def _build(
         if host is not None:
             host.close()
         raise
+
+
+def _tell_of_mkl(config: Config) -> None:
+    log.info("MKL's kernels: %s", MKL_KERNELS.value)
+    if config.engine.mkl_kernels == "library" and MKL_KERNELS is MklKernels.BY_INSTRUCTIONS:
+        log.warning("engine.mkl_kernels: too late, `engine` was imported; set %s=library", SWITCH)
+
+
+def _identity(parts: Parts, model: LoadedModel, layout: PageLayout) -> dict[str, str]:
+    """All that KV has to have in common to be shared.
+
+    MKL's kernels round differently, so KV of one choice is none of the other's.
+    """
+    identity = {**model.identity, "page": repr(layout)}
+    if parts.needs_working_copies and MKL_KERNELS is MklKernels.BY_INSTRUCTIONS:
+        identity["kernels"] = MKL_KERNELS.name
+    return identity
 
 
 def _join(
@@ -146,7 +163,7 @@ def _join(
         cache=cache,
         turns=turns,
         limits=_engine_limits(config, model, cache.settings),
-        identity={**model.identity, "page": repr(layout)},
+        identity=_identity(parts, model, layout),
         clock=clock,
         wake=wake,
         close=close,

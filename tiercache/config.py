@@ -287,7 +287,7 @@ class EngineConfig(Section):
     )
     mkl_kernels: Literal["auto", "library"] = Field(
         default="auto",
-        description="auto: all instructions of an AMD CPU with AVX-512; library: MKL's own choice.",
+        description="auto: all instructions of an AMD CPU; library: MKL's own. Read by `serve`.",
     )
     decode_graphs: bool = Field(
         default=False,

@@ -9,6 +9,7 @@ clean both times.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -102,11 +103,14 @@ def _step_back() -> None:
     """The engine computes first: where cores are short, moving pages takes what it leaves.
 
     `SCHED_BATCH` on top of niceness: what wakes up here waits for a core instead of interrupting
-    one in the middle of a product, for which the other compute threads would have to wait.
+    one in the middle of a product, for which the other compute threads would have to wait. Where
+    either is refused it goes on without.
     """
-    os.nice(_NICENESS)
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 if __name__ == "__main__":
