@@ -44,6 +44,8 @@ class Request:
     stage: Stage = Stage.QUEUED
     lease: Lease | None = None
     follow: Follow | None = None
+    follow_pages: int = 0
+    """How far the leader was when it was last looked at."""
     waiting_since_seconds: float | None = None
     give_up: MissReason | None = None
     cold_pages: int = 0

@@ -137,6 +137,9 @@ class Service:
             if request.waiting_since_seconds is None:
                 request.waiting_since_seconds = now
         assert request.waiting_since_seconds is not None
+        progress_pages = self._cache.pending.progress_pages(request.follow)
+        if progress_pages != request.follow_pages:  # patience begins anew, as in the engine
+            request.follow_pages, request.waiting_since_seconds = progress_pages, now
         if now - request.waiting_since_seconds > self._scenario.join_deadline_seconds:
             self._journal.count("given up", "join deadline")
             request.give_up, request.follow = MissReason.BEING_COMPUTED, None
