@@ -21,6 +21,7 @@ from tiercache.config import Config
 
 T = TypeVar("T")
 
+_BUSY_RETRY_SECONDS = 5
 _COMMAND_SECONDS = 60.0
 """Longest wait for the engine to come to a command; a step of a long prefill takes seconds."""
 
@@ -86,7 +87,12 @@ class Served:
         try:
             return await asyncio.wait_for(future, _COMMAND_SECONDS)
         except TimeoutError:
-            raise ApiError(503, "the engine is too busy; try again", code="engine_busy") from None
+            raise ApiError(
+                503,
+                "the engine is too busy; try again",
+                code="engine_busy",
+                headers={"retry-after": str(_BUSY_RETRY_SECONDS)},
+            ) from None
 
 
 def served(request: Request) -> Served:

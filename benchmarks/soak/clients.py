@@ -259,7 +259,8 @@ def ending(ask: Ask, reason: str, usage: dict[str, Any]) -> Outcome:
 def refusal(answer: httpx.Response) -> Outcome:
     """What an answer that is no success says. Raises ValueError for one that should not be."""
     error = answer.json()["error"]
-    if answer.status_code == 429 and int(answer.headers["retry-after"]) > 0:
+    is_for_now = answer.status_code == 429 or error["code"] == "engine_busy"
+    if is_for_now and int(answer.headers["retry-after"]) > 0:
         return Outcome.SENT_AWAY
     if answer.status_code in (400, 413) and error["message"]:
         return Outcome.REFUSED

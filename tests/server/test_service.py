@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -195,6 +197,21 @@ def test_a_request_that_makes_no_sense_changes_nothing(
     answer = http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert engine.cache.commands == []
+
+
+def test_who_asks_an_engine_that_is_too_busy_is_told_when_to_come_back_and_nothing_is_done_later(
+    http: httpx.Client, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Future[Any] = Future()
+    monkeypatch.setattr(engine, "call", lambda function: asked)
+    monkeypatch.setattr("server.context._COMMAND_SECONDS", 0.05)
+
+    answer = http.post("/v1/cache/lookup", json={"prompt": "a"})
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "engine_busy"
+    assert int(answer.headers["retry-after"]) > 0
+    assert asked.cancelled()
 
 
 def test_a_lookup_tells_what_a_prompt_would_find(
