@@ -103,7 +103,8 @@ def _build(
 
 
 def _tell_of_mkl(config: Config) -> None:
-    log.info("MKL's kernels: %s", MKL_KERNELS.value)
+    is_amiss = MKL_KERNELS in (MklKernels.NOT_BUILT, MklKernels.NOT_LOADED)
+    log.log(logging.WARNING if is_amiss else logging.INFO, "MKL's kernels: %s", MKL_KERNELS.value)
     if config.engine.mkl_kernels == "library" and MKL_KERNELS is MklKernels.BY_INSTRUCTIONS:
         log.warning("engine.mkl_kernels: too late, `engine` was imported; set %s=library", SWITCH)
 

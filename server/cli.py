@@ -5,6 +5,7 @@ What takes seconds to import (torch, transformers) is imported by `serve` alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -81,6 +82,7 @@ def serve(
     """Load the model, open the tiers and answer requests until stopped."""
     settings = _with_address(_load(config), host, port)
     listener = bind(settings.server)
+    _log_from(settings.server.log_level)
     _prepare_for_torch(settings)
 
     from engine.build import build_engine
@@ -216,6 +218,12 @@ def replay(
             progress=progress,
         )
     )
+
+
+def _log_from(level: str) -> None:
+    """Logs what is at least as serious as `level` to stderr; of other packages, warnings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("tiercache").setLevel(level.upper())
 
 
 def _prepare_for_torch(settings: Config) -> None:

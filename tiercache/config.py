@@ -305,6 +305,9 @@ class ServerConfig(Section):
         default="127.0.0.1", min_length=1, description="Address or name to listen on."
     )
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port; 0 takes any free one.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning", description="Least that is logged; info has a line per load decision."
+    )
     api_keys: Keys = Field(
         default=(), description="Keys that may use /v1; empty lists need no key."
     )

@@ -142,3 +142,26 @@ def test_after_the_grace_answers_are_cut_off_and_say_so(folder: Path, tmp_path: 
             assert one.last()["error"]["code"] == "shutting_down"
         assert process.wait(60) == 0
     assert "were not written to slower tiers" in (folder / "server.log").read_text()
+
+
+def test_a_log_from_info_on_has_what_was_decided_about_a_stored_prompt(
+    folder: Path, tmp_path: Path
+) -> None:
+    prompt = next(prompts())
+    logged = {}
+    for level in ("warning", "info"):
+        config = settings(folder, log_level=level)
+        config["cache"]["prefetch"] = {"policy": "adaptive"}
+        config["tiers"]["disk"]["path"] = str(tmp_path / "store")
+        (tmp_path / level).mkdir()
+        with served_process(config, tmp_path / level) as (url, process):
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200
+            stop(process)
+            assert process.wait(60) == 0
+        logged[level] = (tmp_path / level / "server.log").read_text()
+    assert answer.json()["cache"]["load"]["stored_tokens"] > 0
+    assert " INFO " not in logged["warning"]
+    assert "MKL's kernels" in logged["info"]
+    assert "stored tokens" in logged["info"]
