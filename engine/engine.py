@@ -190,7 +190,7 @@ class Engine:
             self._fail(f"the engine stopped: {type(error).__name__}: {error}")
         with self._lock:
             self._ended = True
-        self._take_commands()
+        self._take_last_commands()
 
     @property
     def _is_done(self) -> bool:
@@ -199,7 +199,7 @@ class Engine:
     def _fail(self, message: str) -> None:
         with self._lock:
             self.failure = message
-        self._take_commands()
+        self._take_last_commands()
         self._turns.fail_all(message)
         with contextlib.suppress(Exception):  # what broke may be what a snapshot reads
             self._snapshot = self._turns.snapshot()
@@ -212,6 +212,14 @@ class Engine:
             except queue.Empty:
                 return
             command()
+
+    def _take_last_commands(self) -> None:
+        """What broke the engine may break a command too: that alone, and not those after it."""
+        while not self._commands.empty():
+            try:
+                self._take_commands()
+            except Exception:
+                log.exception("a command to the engine failed")
 
     def _command(self, command: Command) -> None:
         self._commands.put(command)

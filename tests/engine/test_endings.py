@@ -68,6 +68,27 @@ def test_a_request_whose_ending_breaks_the_engine_is_told_too(
     assert "I5" in end.message
 
 
+def test_endings_that_break_the_engine_one_after_the_other_leave_nobody_waiting(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(start=False)
+    asked = [rig.ask(prompt(seed, 300), max_tokens=50) for seed in range(3)]
+    for _ in range(3):
+        rig.turn()
+
+    def broken(_: object) -> None:
+        raise AssertionError("I5")
+
+    monkeypatch.setattr(rig.engine._cache, "release", broken)
+    asked[0].abort()
+    asked[1].abort()
+    rig.engine.start()
+    assert [one.wait(20).reason for one in asked] == [FinishReason.ERROR] * 3
+    wait_for_thread(rig)
+    with pytest.raises(RequestError, match="I5"):
+        rig.engine.call(lambda cache: None)
+
+
 def test_an_engine_that_broke_shows_nothing_running_and_counts_what_it_failed(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
