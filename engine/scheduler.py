@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -80,20 +81,59 @@ def take_turns(ordered: Sequence[Active], admitted: Iterable[Active]) -> list[Ac
     return sorted(ordered, key=lambda active: places[id(active)])
 
 
+SHORT_PART = 8
+"""A prompt of which at most this part of a step is left, as behind a hit, is short."""
+
+
 def plan_step(
     running: Sequence[Active], chunk_tokens: int, *, is_alone: bool = False
 ) -> list[Work]:
-    """Every decoding request gets its one token; prompts share `chunk_tokens`, oldest first.
+    """Every decoding request gets its one token; prompts share `chunk_tokens`.
 
-    Decodes come on top of the budget: a running answer never waits for somebody's prompt. A request
-    that `is_alone` in the engine gets `ALONE_FACTOR` times as much.
+    Decodes come on top of the budget: a running answer never waits for somebody's prompt. Tenants
+    with prompts get equal shares; what one does not need is the others'. Within a tenant the oldest
+    comes first, but out of half the share short ones do, so that what is left of a prompt behind a
+    hit does not wait for every cold one before it. A request that `is_alone` in the engine gets
+    `ALONE_FACTOR` times as much.
     """
     work = [Work(active, 1, was_decode=True) for active in running if active.is_decoding]
-    budget = chunk_tokens * (ALONE_FACTOR if is_alone else 1)
-    for active in running:
-        if active.is_decoding or budget <= 0:
-            continue
-        tokens = min(budget, active.compute_until_tokens - active.computed_tokens)
-        budget -= tokens
-        work.append(Work(active, tokens, was_decode=False))
+    prompts = [active for active in running if not active.is_decoding]
+    shares = _shares(prompts, chunk_tokens * (ALONE_FACTOR if is_alone else 1))
+    work += [Work(one, shares[id(one)], was_decode=False) for one in prompts if id(one) in shares]
     return work
+
+
+def _shares(prompts: Sequence[Active], budget: int) -> dict[int, int]:
+    """Tokens of the next step by `id` of who gets some: `budget` of them, or all there are."""
+    by_tenant: defaultdict[str, list[Active]] = defaultdict(list)
+    for active in prompts:
+        by_tenant[active.request.tenant].append(active)
+    needs = sorted((sum(map(_missing, mine)), tenant) for tenant, mine in by_tenant.items())
+    shares: dict[int, int] = {}
+    for index, (need, tenant) in enumerate(needs):
+        share = min(need, math.ceil(budget / (len(needs) - index)))
+        budget -= share
+        shares |= _divide(by_tenant[tenant], share)
+    return shares
+
+
+def _divide(prompts: Sequence[Active], share: int) -> dict[int, int]:
+    """One tenant's share of a step; no more than all its prompts need."""
+    given: dict[int, int] = {}
+    for_short, left = share // 2, share
+    for active in prompts:
+        tokens = _missing(active)
+        if tokens <= min(share // SHORT_PART, for_short):
+            for_short -= tokens
+            given[id(active)] = tokens
+    left -= sum(given.values())
+    for active in prompts:
+        tokens = min(left, _missing(active))
+        if id(active) not in given and tokens:
+            given[id(active)] = tokens
+            left -= tokens
+    return given
+
+
+def _missing(active: Active) -> int:
+    return active.compute_until_tokens - active.computed_tokens

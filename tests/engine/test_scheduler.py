@@ -129,6 +129,49 @@ def test_answers_never_wait_for_prompts_and_prompts_share_the_budget(
     assert len({id(item.active) for item in work}) == len(work)
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(2, 900)), min_size=1, max_size=12),
+    st.integers(1, 600),
+)
+def test_no_tenants_prompts_and_no_old_prompt_keep_others_out_of_a_step(
+    shapes: list[tuple[str, int]], budget: int
+) -> None:
+    running = [active(float(i), n, tenant=tenant) for i, (tenant, n) in enumerate(shapes)]
+    work = plan_step(running, budget)
+    got, need = Counter[str](), Counter[str]()
+    for one in running:
+        need[one.request.tenant] += one.token_count
+    for item in work:
+        got[item.active.request.tenant] += item.tokens
+    assert got.total() == min(budget, need.total())
+    for tenant in need:
+        assert got[tenant] >= min(need[tenant], budget // len(need))
+        mine = [one for one in running if one.request.tenant == tenant]
+        given_to = {id(item.active): item.tokens for item in work}
+        oldest = given_to.get(id(mine[0]), 0)
+        assert oldest >= min(mine[0].token_count, got[tenant] // 2)
+
+
+def test_a_question_behind_a_hit_overtakes_cold_prompts_and_takes_half_a_step_at_most() -> None:
+    cold = [active(float(i), 8000) for i in range(15)]
+    hits = [active(100.0 + i, 8000, computed=7950) for i in range(10)]
+    work = {id(item.active): item.tokens for item in plan_step([*cold, *hits], 512)}
+    assert [work.get(id(one), 0) for one in hits] == [50] * 5 + [0] * 5
+    assert work[id(cold[0])] == 512 - 250
+
+
+def test_one_tenants_cold_prompts_do_not_hold_up_anothers_answer(make_rig: MakeRig) -> None:
+    rig = make_rig(start=False, chunk=64)
+    crowd = [rig.ask(prompt(seed, 1000), tenant="crowd") for seed in range(8)]
+    single = rig.ask(prompt(99, 40), tenant="single")
+    for _ in range(4):
+        rig.turn()
+    assert single.started.is_set()
+    assert not any(one.started.is_set() for one in crowd)
+    for one in (*crowd, single):
+        one.abort()
+
+
 @given(st.integers(1, 50), st.integers(1, 64))
 def test_a_lone_prompt_gets_a_larger_step(tokens: int, budget: int) -> None:
     (item,) = plan_step([active(0.0, tokens)], budget, is_alone=True)
