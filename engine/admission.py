@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from engine.api import FinishReason
 from engine.fetching import Fetching
 from engine.prefill_speed import PrefillSpeed
@@ -11,7 +13,7 @@ from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, fair_head, t
 from engine.workplace import Workplace
 from tiercache.lease import Follow, Lease, Room
 from tiercache.tenants import NOBODY
-from tiercache.types import MissReason, PrefetchPolicy
+from tiercache.types import MissReason, PageIds, PrefetchPolicy, Tier
 
 _LOOK_AHEAD_REQUESTS = 32
 """Queued requests that are looked at in a turn, oldest first."""
@@ -103,16 +105,31 @@ class Admission:
         """Whether pages are being read for this queued request, within its patience."""
         if self._cache.settings.prefetch is PrefetchPolicy.BEST_EFFORT:
             return False
+        reading = self._prefetcher.reading(active.request.request_id)
+        if reading.size != active.reads_left_pages:
+            active.reads_left_pages, active.waiting_since_seconds = int(reading.size), None
         if self._fetching.is_out_of_patience(active):
             active.may_wait_for_reads = False
-        waits = active.may_wait_for_reads and self._prefetcher.is_under_way(
-            active.request.request_id
-        )
-        if not waits:
-            active.waiting_since_seconds = None
-        elif active.waiting_since_seconds is None:
-            active.waiting_since_seconds = self._clock.now_seconds()
-        return waits
+        if not (active.may_wait_for_reads and reading.size and self._come_sooner(active, reading)):
+            active.waiting_since_seconds, active.reads_patience_seconds = None, math.inf
+            return False
+        now = self._clock.now_seconds()
+        active.loading.waits(now)
+        if active.waiting_since_seconds is None:
+            active.waiting_since_seconds = now
+        return True
+
+    def _come_sooner(self, active: Active, reading: PageIds) -> bool:
+        """Whether what is being read is expected sooner than it can be computed; the next of it
+        may take as long as computing would, then it is not waited for any more."""
+        gate = self._cache.gate
+        if gate is None:
+            return True
+        depth = self._cache.catalog.depth[reading]
+        compute_seconds = gate.compute_seconds(int(depth.min()), int(depth.max()) + 1)
+        active.reads_patience_seconds = compute_seconds or math.inf
+        read_seconds = reading.size * gate.speeds.page_seconds().get(Tier.DISK, 0.0)
+        return read_seconds <= active.reads_patience_seconds
 
     def _is_kept_out(self, active: Active) -> bool:
         books = self._cache.catalog.tenants
@@ -161,6 +178,7 @@ class Admission:
                 if had_leader:
                     active.waiting_since_seconds = None
                 return False
+            active.reads_patience_seconds = math.inf
             if active.waiting_since_seconds is None:
                 active.waiting_since_seconds = self._clock.now_seconds()
         self._see_progress(active, active.follow)

@@ -149,7 +149,7 @@ class Fetching:
             deadline = self._settings.fetch_deadline_seconds
             since, by = active.waiting_since_seconds, active.expected_by_seconds
             return deadline if since is None or by is None else min(by - since, deadline)
-        return self._settings.join_deadline_seconds
+        return min(self._settings.join_deadline_seconds, active.reads_patience_seconds)
 
     def is_out_of_patience(self, active: Active) -> bool:
         since = active.waiting_since_seconds

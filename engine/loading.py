@@ -15,7 +15,7 @@ log = logging.getLogger("tiercache.engine")
 
 @dataclass(slots=True)
 class LoadWatch:
-    """One request's loading, from its first lease to its first token. Engine thread only."""
+    """One request's loading, from when it could start to its first token. Engine thread only."""
 
     decision: Decision | None = None
     """The last one taken; None while everything stored was on DEVICE, or nothing was weighed."""
@@ -23,13 +23,17 @@ class LoadWatch:
     began_seconds: float | None = None
     ready_seconds: float | None = None
 
+    def waits(self, now_seconds: float) -> None:
+        """It could start, and waits for what is being read for it."""
+        if self.began_seconds is None:
+            self.began_seconds = now_seconds
+
     def decided(self, decision: Decision | None, now_seconds: float) -> None:
         """It has a lease. A request that is put back decides anew; its time goes on."""
         if decision is not None:
             self.decision = decision
             self.decisions += 1
-        if self.began_seconds is None:
-            self.began_seconds = now_seconds
+        self.waits(now_seconds)
 
     def met(self, decision: Decision) -> None:
         """It computes the front of its prefix meanwhile: what was expected of that first counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +71,10 @@ class Active:
     may_follow: bool = True
     """False once it has waited for leaders as long as it may."""
     may_wait_for_reads: bool = True
+    reads_left_pages: int = 0
+    """Pages that were still being read for it when it was last looked at in the queue."""
+    reads_patience_seconds: float = math.inf
+    """How long to wait for the next of them: what computing all of them would take."""
     """False once it has waited in the queue for pages read ahead as long as it may."""
     was_admitted: bool = False
     is_over_quota: bool = False

@@ -102,13 +102,18 @@ class Prefetcher:
         if request_id not in self._turned_away:
             self._count(PrefetchOutcome.OVER_BUDGET, cold.size - self._pages[request_id].size)
 
-    def is_under_way(self, request_id: str) -> bool:
-        """Whether pages for this request are being read right now: worth a short wait."""
+    def reading(self, request_id: str) -> PageIds:
+        """The pages that are being read for this request right now: worth a short wait."""
         pages = self._pages.get(request_id, _NO_PAGES)
         if not pages.size:
-            return False
+            return pages
         state = self._cache.catalog.tiers[Tier.HOST].state[pages]
-        return bool((state == int(SlotState.FILLING)).any())
+        reading: PageIds = pages[state == int(SlotState.FILLING)]
+        return reading
+
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether pages for this request are being read right now."""
+        return bool(self.reading(request_id).size)
 
     def begun_pages(self, request_id: str) -> int:
         return int(self._pages.get(request_id, _NO_PAGES).size)

@@ -14,6 +14,7 @@ from tests.engine.conftest import MakeRig, Rig, prompt
 from tiercache import reckoning
 from tiercache.cache import TierCache
 from tiercache.gate import Choice, Decision, LoadGate
+from tiercache.metrics import PrefetchOutcome
 from tiercache.transfer import Completion, Job, Move
 from tiercache.types import MissReason, Tier
 
@@ -85,6 +86,53 @@ def test_a_tier_of_unknown_speed_that_hangs_is_not_waited_for_and_is_known_then(
     rig.rest()
     rig.evict(Tier.DEVICE, Tier.HOST)
     assert rig.answer(prompt(1, 1500)).usage.miss_tokens[MissReason.COST_GATE] > 0
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_queued_request_does_not_wait_for_what_it_computes_sooner_and_says_so(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    rig = make_rig(
+        device=8192,
+        host=4096,
+        disk=100_000,
+        engine={"max_running_requests": 1},
+        cache={"prefetch": {"policy": "adaptive", "join_deadline_seconds": 3600}},
+    )
+    computed = rig.answer(prompt(1, 1500))
+    rig.evict(Tier.DEVICE, Tier.HOST)
+    carrier = rig.engine._cache._transfers._carrier  # type: ignore[attr-defined]
+    carry, goes_on = carrier.carry, threading.Event()
+
+    def hangs(job: Job) -> Completion:
+        if isinstance(job, Move) and job.source is Tier.DISK:
+            goes_on.wait(60)
+        return carry(job)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(carrier, "carry", hangs)
+    if is_known:
+        gate_of(rig).speeds.saw(Tier.DISK, 1, 1000.0, rig.engine._clock.now_seconds())
+    running = rig.ask(prompt(2, 600), max_tokens=30)
+    running.started.wait()
+    queued = rig.ask(prompt(1, 1500))
+    end = queued.wait(20)
+    goes_on.set()
+    assert rig.engine.snapshot().cache.counters.prefetch_pages[PrefetchOutcome.LATE]
+    assert end.token_ids == computed.token_ids
+    assert end.usage.loading is not None
+    assert end.usage.loading.choice is (Choice.RECOMPUTE if is_known else Choice.MEET)
+    assert end.usage.miss_tokens[MissReason.COST_GATE] == 1488
+
+
+def test_the_time_in_which_a_request_could_have_started_is_told_as_loading() -> None:
+    watch = LoadWatch()
+    watch.waits(1.0)
+    watch.waits(2.0)
+    watch.decided(Decision(10, 10), 3.0)
+    watch.ready(4.0)
+    report = watch.report(16, 5.0)
+    assert report is not None
+    assert report.load_seconds == 3.0
 
 
 def test_how_fast_the_model_computes_is_known_before_the_first_request(make_rig: MakeRig) -> None:
