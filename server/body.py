@@ -23,6 +23,10 @@ _DISCARD_FACTOR = 16
 """A body over the limit is read on to this many limits, so that its sender can hear the answer."""
 _BODIES_AT_ONCE = 16
 """Of the largest size; smaller ones are more."""
+_BODIES_RESERVED = 4
+"""So many of those at once that only small bodies take the memory of."""
+_SMALL_BODY_BYTES = 64 << 10
+"""Ordinary requests are smaller."""
 BODY_SECONDS = 60.0
 """Who sends more slowly than that would hold memory for as long as he likes."""
 
@@ -56,27 +60,49 @@ def checked(raw: bytes, kind: type[B]) -> B:
     return _check(_parse_json(raw), kind)
 
 
-async def discard_body(request: Request, max_body_bytes: int) -> None:
-    """Reads a body and forgets it: who is still sending does not hear the answer."""
+async def discard_body(request: Request, max_body_bytes: int) -> bool:
+    """Reads a body and forgets it: who is still sending does not hear the answer.
+
+    Whether all of it came, within `BODY_SECONDS`; if not, nothing can follow on its connection.
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _discarded(request, max_body_bytes * _DISCARD_FACTOR)
+    except TimeoutError:
+        return False
+
+
+async def _discarded(request: Request, most_bytes: int) -> bool:
     size_bytes = 0
     async for chunk in request.stream():
         size_bytes += len(chunk)
-        if size_bytes > max_body_bytes * _DISCARD_FACTOR:
-            break
+        if size_bytes > most_bytes:
+            return False
+    return True
 
 
 class BodyRoom:
-    """Memory for the bodies of all requests that are being received. Event loop only."""
+    """Memory for the bodies of all requests that are being received. Event loop only.
+
+    A part of it is for small bodies alone: who holds back the ends of large ones leaves that free.
+    """
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self._free_bytes = max_body_bytes * _BODIES_AT_ONCE
+        self._reserved_bytes = max_body_bytes * _BODIES_RESERVED
+        # Where the largest are hardly larger than that, a few would fill what is reserved.
+        self._small_bytes = min(_SMALL_BODY_BYTES, max_body_bytes // 4)
 
-    def take(self, size_bytes: int) -> bool:
-        """Whether there was room; then it is the caller's until given back."""
-        if size_bytes > self._free_bytes:
+    def take(self, more_bytes: int, body_bytes: int) -> bool:
+        """Whether there was room for `more_bytes` of a body that is `body_bytes` long with them;
+        then it is the caller's until given back.
+        """
+        reserved_bytes = 0 if body_bytes <= self._small_bytes else self._reserved_bytes
+        # Small bodies may have taken of what is reserved; a large one may still end with nothing.
+        if more_bytes > max(0, self._free_bytes - reserved_bytes):
             return False
-        self._free_bytes -= size_bytes
+        self._free_bytes -= more_bytes
         return True
 
     def give_back(self, size_bytes: int) -> None:
@@ -105,9 +131,14 @@ async def _received(request: Request, room: BodyRoom) -> bytes:
             size_bytes += len(chunk)
             if size_bytes > most_bytes * _DISCARD_FACTOR:
                 break
-            if size_bytes == kept_bytes + len(chunk) <= most_bytes and room.take(len(chunk)):
+            unbroken = size_bytes == kept_bytes + len(chunk)
+            if unbroken and size_bytes <= most_bytes and room.take(len(chunk), size_bytes):
                 kept_bytes = size_bytes
                 chunks.append(chunk)
+            else:  # it will be refused: what has come of it is of no use, others need the room
+                room.give_back(kept_bytes)
+                kept_bytes = 0
+                chunks.clear()
     finally:
         room.give_back(kept_bytes)
     if size_bytes > most_bytes:

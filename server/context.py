@@ -67,8 +67,9 @@ class Served:
         places = self.open_requests
         try:
             places.require_place(generates=generates)
-        except ApiError:
-            await discard_body(request, self.bodies.max_body_bytes)
+        except ApiError as refusal:
+            if not await discard_body(request, self.bodies.max_body_bytes):
+                refusal.headers["connection"] = "close"
             raise
         raw = await read_body(request, self.bodies)
         with places.preparing(generates=generates):

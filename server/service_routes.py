@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import JSONResponse, Response
 
-from engine.models import decode
+from engine.models import LoadedModel, decode
 from server.body import Body
 from server.cache_routes import tier_reasons
 from server.context import served
@@ -19,8 +19,8 @@ from server.prompt import PromptSource, prompt_tokens, source_tokens
 
 router = APIRouter()
 
-_MOST_DETOKENIZED = 1 << 17
-"""Tokens, or a context's where that is more: making text of millions holds up everybody else."""
+_MOST_TOKENS = 1 << 17
+"""Or a context's where that is more: making text or an answer of millions holds up everybody."""
 
 
 class TokenizeRequest(PromptSource):
@@ -70,7 +70,9 @@ async def tokenize(request: Request) -> dict[str, Any]:
     def prepare(body: TokenizeRequest) -> list[int]:
         if body.model is not None:
             here.require_model(body.model)
-        tokens: list[int] = source_tokens(here.engine.model, body).tolist()
+        found = source_tokens(here.engine.model, body)
+        _require_few(here.engine.model, len(found), _given_form(body))
+        tokens: list[int] = found.tolist()
         return tokens
 
     tokens = await here.parse(request, TokenizeRequest, prepare)
@@ -86,11 +88,19 @@ async def detokenize(request: Request) -> dict[str, Any]:
     def finish(body: DetokenizeRequest) -> str:
         if body.model is not None:
             here.require_model(body.model)
-        most = max(_MOST_DETOKENIZED, here.engine.model.max_context_tokens)
-        if len(body.tokens) > most:
-            raise bad_field(
-                "tokens", f"{len(body.tokens)} tokens at once; at most {most} are taken"
-            )
+        _require_few(here.engine.model, len(body.tokens), "tokens")
         return decode(here.engine.model, prompt_tokens(here.engine.model, body.tokens, "tokens"))
 
     return {"text": await here.parse(request, DetokenizeRequest, finish)}
+
+
+def _require_few(model: LoadedModel, count: int, param: str) -> None:
+    """Raises ApiError naming `param` when `count` tokens are more than anybody needs."""
+    most = max(_MOST_TOKENS, model.max_context_tokens)
+    if count > most:
+        raise bad_field(param, f"{count} tokens at once; at most {most} are taken")
+
+
+def _given_form(source: PromptSource) -> str:
+    """Name of the one field that holds the prompt."""
+    return next(name for name in PromptSource.model_fields if getattr(source, name) is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -13,9 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 
 from engine.api import Finished, FinishReason, TextDelta, Usage
 from server import body
+from server.errors import ApiError
 from tests.server.conftest import Connect
 from tests.server.scripted_engine import HELLO, ScriptedEngine, SlowTokenizer
 
@@ -119,7 +122,7 @@ def test_bodies_that_are_being_sent_take_bounded_memory_all_together(connect: Co
     http = connect(max_body="64KiB")
     with ExitStack() as stack:
         for _ in range(16):
-            stack.enter_context(sending(http, 65_536, 65_000))
+            stack.enter_context(sending(http, 65_536, 65_535))
         large = BODY | {"user": "x" * 20_000}
         deadline = time.monotonic() + 20
         while (answer := http.post(PATH, json=large)).status_code == 200:
@@ -131,6 +134,53 @@ def test_bodies_that_are_being_sent_take_bounded_memory_all_together(connect: Co
         time.sleep(0.02)
 
 
+def test_an_ordinary_request_gets_through_while_sixteen_bodies_are_held_back() -> None:
+    room = body.BodyRoom(8 << 20)
+    held_back_bytes = (8 << 20) - 1
+    found_room = [room.take(held_back_bytes, held_back_bytes) for _ in range(16)]
+    assert found_room[0]
+    assert not found_room[-1], "they have all that large ones may have"
+    assert room.take(64 << 10, 64 << 10)
+    assert not room.take((64 << 10) + 1, (64 << 10) + 1), "the reserve is for small ones"
+
+
+def test_a_body_that_found_no_room_holds_none_while_the_rest_of_it_is_sent() -> None:
+    room = body.BodyRoom(1024)
+    while room.take(1024, 1024):
+        pass
+
+    def chunks() -> Iterator[bytes]:
+        yield b"x" * 256
+        assert not room.take(4 * 1024, 1), "a small body has begun"
+        yield b"x"
+        assert room.take(4 * 1024, 1), "it became a large one"
+
+    with pytest.raises(ApiError) as refusal:
+        receive_all(room, chunks())
+    assert refusal.value.status == 429
+
+
+def test_a_large_body_that_found_room_is_kept_when_small_ones_take_the_rest() -> None:
+    room = body.BodyRoom(1024)
+
+    def chunks() -> Iterator[bytes]:
+        yield b"x" * 1024
+        while room.take(256, 256):
+            pass
+
+    assert receive_all(room, chunks()) == b"x" * 1024
+
+
+def receive_all(room: body.BodyRoom, chunks: Iterator[bytes]) -> bytes:
+    """What is read of a body that comes in `chunks` and then ends."""
+
+    async def receive() -> dict[str, Any]:
+        chunk = next(chunks, None)
+        return {"type": "http.request", "body": chunk or b"", "more_body": chunk is not None}
+
+    return asyncio.run(body.read_body(Request({"type": "http"}, receive), room))
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +188,19 @@ def test_a_body_that_does_not_come_is_not_waited_for(
     with sending(connect(), 1000, 10) as sender:
         sender.settimeout(20)
         assert sender.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_who_finds_no_place_and_sends_nothing_is_told_so_and_loses_his_connection(
+    connect: Connect, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = connect(max_queue=1)
+    with waiting(http, engine, 1):
+        monkeypatch.setattr(body, "BODY_SECONDS", 0.2)
+        with sending(http, 1000, 10) as sender:
+            sender.settimeout(20)
+            with sender.makefile("rb") as answer:
+                assert answer.readline().startswith(b"HTTP/1.1 429 ")
+                assert b"connection: close\r\n" in answer.read()
 
 
 @pytest.mark.parametrize("stream", [False, True])

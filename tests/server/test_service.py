@@ -161,6 +161,13 @@ def test_more_tokens_than_anybody_needs_are_not_made_into_text(http: httpx.Clien
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
 
 
+@pytest.mark.parametrize("param", ["tokens", "prompt"])
+def test_more_tokens_than_anybody_needs_are_not_sent_back(http: httpx.Client, param: str) -> None:
+    assert http.post("/tokenize", json={param: [1] * (1 << 17)}).json()["count"] == 1 << 17
+    answer = http.post("/tokenize", json={param: [1] * ((1 << 17) + 1)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_a_conversation_is_tokenized_as_the_model_sees_it(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
