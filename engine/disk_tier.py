@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
+from tiercache import upkeep
 from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.errors import TierError
@@ -105,6 +106,7 @@ def close_tiers(
 def _write_down(cache: TierCache, wake: threading.Event, write_seconds: float) -> None:
     clock = cache.clock
     deadline = clock.now_seconds() + write_seconds
+    upkeep.take_back_loads(cache)
     if cache.settings.write_policy == "write_back":
         cache.want_on_disk()
     while not cache.idle and clock.now_seconds() < deadline:

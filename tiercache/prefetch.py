@@ -4,18 +4,20 @@ A queued request holds nothing. It is announced, so that its pages are the last 
 and its pages that are on DISK only are read into HOST as far as the budget and the room there
 allow, so that by the time it is admitted its prefix is one copy away. Room for them is never taken
 from pages that a request before it wants. Pages read for a request count against the budget until
-the request starts or leaves; that is also when its announcement ends.
+the request starts or leaves, and as long as they are being read; that is also when its announcement
+ends.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from tiercache import upkeep
 from tiercache.cache import TierCache
 from tiercache.lease import Room
 from tiercache.metrics import PrefetchOutcome
 from tiercache.tenants import NOBODY
-from tiercache.transfer import batches
+from tiercache.transfer import Move, batches
 from tiercache.types import PageIds, SlotState, Tier, Tokens
 from tiercache.wishes import Announcement
 
@@ -81,7 +83,7 @@ class Prefetcher:
         path = self.usable_prefix(namespace, tokens)
         self._cache.queues[Tier.HOST].touch(path)  # wanted soon: not what leaves HOST next
         cold = self.only_on_disk(path)
-        left = self._budget_pages - sum(pages.size for pages in self._pages.values())
+        left = self._budget_pages - self._spent_pages()
         serial, announced = self._place(request_id)
         payer = announced if payer is None else payer
         fits = cold[: max(0, min(left, self._yielding_pages(serial)))]
@@ -126,9 +128,25 @@ class Prefetcher:
         self._count(PrefetchOutcome.LATE, pages.size - used)
 
     def left(self, request_id: str) -> None:
-        """The request went without starting, or after it had."""
+        """The request went without starting, or after it had. What no worker has begun to read for
+        it, and nobody else in the queue wants, is not read."""
         pages = self._forget(request_id)
         self._count(PrefetchOutcome.UNUSED, pages.size)
+        for move in self._moves_to_host() if pages.size else ():
+            is_wanted = self._cache.catalog.wanted[move.pages].any()
+            if not is_wanted and np.isin(move.pages, pages).any():
+                upkeep.take_back(self._cache, move)
+
+    def _moves_to_host(self) -> list[Move]:
+        """Open moves from DISK to HOST alone, whoever asked for them."""
+        moves = self._cache.moves.moves()
+        return [one for one in moves if (one.source, one.target) == (Tier.DISK, Tier.HOST)]
+
+    def _spent_pages(self) -> int:
+        """What counts against the budget: pages of queued requests, or if that is more, all that
+        is on its way to HOST, by hand too."""
+        counted = sum(int(pages.size) for pages in self._pages.values())
+        return max(counted, sum(int(move.pages.size) for move in self._moves_to_host()))
 
     def _forget(self, request_id: str) -> PageIds:
         """The pages that were begun for it, whose budget comes back."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tiercache import disk_return
 from tiercache.moves import Settled
+from tiercache.transfer import Move
 from tiercache.types import Tier
 
 if TYPE_CHECKING:  # the facade offers `tick` as a method
@@ -49,6 +50,20 @@ def enter(cache: TierCache, settled: Settled) -> None:
     for page in settled.failed.tolist():
         cache.room.stays(page)
         cache.forget_if_gone(page)
+
+
+def take_back_loads(cache: TierCache) -> None:
+    """Nobody waits for anything any more: loads that no worker has begun are not begun."""
+    for move in cache.moves.moves():
+        if move.target < move.source:
+            take_back(cache, move)
+
+
+def take_back(cache: TierCache, move: Move) -> None:
+    """Cancels a move, unless a worker has begun it."""
+    settled = cache.moves.cancel(move)
+    if settled is not None:
+        enter(cache, settled)
 
 
 def trim(cache: TierCache, tier: Tier) -> None:

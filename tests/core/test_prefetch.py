@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tiercache import upkeep
 from tiercache.metrics import PrefetchOutcome
 from tiercache.prefetch import Prefetcher
 from tiercache.testing.rig import CacheRig
@@ -172,3 +173,57 @@ def test_what_is_warmed_by_hand_counts_for_whom_it_is_done(store: DiskStore) -> 
         on_host = sum(np.count_nonzero(rig.cache.catalog.ready_on(Tier.HOST, p)) for p in pages)
         assert 0 < on_host <= 4
         rig.assert_sound()
+
+
+def test_who_leaves_the_queue_takes_back_what_is_not_read_yet_and_nobody_else_wants(
+    store: DiskStore,
+) -> None:
+    rig = CacheRig({Tier.DEVICE: 64, Tier.HOST: 64, Tier.DISK: 128}, store=store)
+    for seed in (1, 2):
+        stored(rig, prompt(seed, 8), Tier.DEVICE, Tier.HOST)
+    prefetcher = Prefetcher(rig.cache, 1.0)
+    for request, seed in (("a", 1), ("b", 2), ("shares b", 2)):
+        prefetcher.announce(request, N, prompt(seed, 8))
+        prefetcher.begin(request, N, prompt(seed, 8))
+
+    prefetcher.left("a")
+    prefetcher.left("b")
+    rig.assert_sound()
+    assert sum(move.pages.size for move in rig.cache.moves.moves()) == 8
+
+    prefetcher.left("shares b")  # what was begun for b is nobody's own; it is read
+    rig.settle()
+    rig.assert_sound()
+    match = rig.cache.tree.match(N, 0, prompt(1, 8))
+    assert match is not None
+    assert not rig.cache.catalog.ready_on(Tier.HOST, match.pages).any()
+
+
+def test_what_is_on_its_way_counts_against_the_budget_of_the_next_warming(
+    store: DiskStore,
+) -> None:
+    rig = CacheRig({Tier.DEVICE: 64, Tier.HOST: 64, Tier.DISK: 128}, store=store)
+    for seed in range(1, 7):
+        stored(rig, prompt(seed, 8), Tier.DEVICE, Tier.HOST)
+
+    begun = [warm(rig.cache, N, prompt(seed, 8), 0.25).reading_tokens for seed in range(1, 7)]
+
+    assert begun == [32, 32, 0, 0, 0, 0], "a quarter of HOST's 64 pages, four tokens each"
+    rig.settle()
+    assert warm(rig.cache, N, prompt(6, 8), 0.25).reading_tokens == 32
+    rig.settle()
+    rig.assert_sound()
+
+
+def test_loads_that_no_worker_has_begun_are_taken_back_all_at_once(store: DiskStore) -> None:
+    rig = CacheRig({Tier.DEVICE: 64, Tier.HOST: 64, Tier.DISK: 128}, store=store)
+    for seed in (1, 2):
+        stored(rig, prompt(seed, 8), Tier.DEVICE, Tier.HOST)
+    warm(rig.cache, N, prompt(1, 8), 1.0)
+    lease = rig.acquire(prompt(2, 8))
+    rig.cache.release(lease)
+
+    upkeep.take_back_loads(rig.cache)
+
+    assert not rig.cache.moves.open
+    rig.assert_sound()
