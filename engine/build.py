@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from engine.capacity import host_pool, quotas, tier_limits, working_copies
+from engine.capacity import compute_threads, host_pool, quotas, tier_limits, working_copies
 from engine.devices.parts import Parts, choose_parts
 from engine.disk_tier import close_tiers, open_store
 from engine.engine import Engine, EngineLimits
@@ -73,8 +73,10 @@ def _build(
 ) -> Engine:
     for name in _KERNEL_CACHES:  # read when the first kernel is compiled
         os.environ.setdefault(name, str(_MOST_KERNELS))
-    if config.engine.threads != "auto":
-        torch.set_num_threads(config.engine.threads)
+    threads = compute_threads(config.engine.threads, torch.get_num_threads())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    log.info("compute threads: %d", threads)
     parts = parts or choose_parts(config)
     model = model or load_model(
         config.model.source,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from engine.attention import KEY_BLOCK_TOKENS, round_up
 from engine.models import LoadedModel
@@ -109,3 +111,20 @@ def host_pool(config: Config, layout: PageLayout) -> HostPool | None:
     """The memory of HOST, not brought in yet; None where HOST is switched off."""
     pages = config.tiers.host.capacity // layout.page_bytes
     return HostPool(pages, layout.page_bytes) if pages else None
+
+
+def compute_threads(
+    configured: int | str, library_threads: int, cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")
+) -> int:
+    """`engine.threads`; for `auto` what the library would take, and no more than this process may
+    use at a time: the library does not see the processor time that a container is allowed.
+
+    cpu_max: the control group's quota and period, `max 100000` or microseconds both.
+    """
+    if isinstance(configured, int):
+        return configured
+    try:
+        quota, period = (int(part) for part in cpu_max.read_text().split())
+    except (OSError, ValueError):  # no quota, or a system without such groups
+        return library_threads
+    return max(1, min(library_threads, math.ceil(quota / period)))

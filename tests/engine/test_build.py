@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.build import build_engine
+from engine.capacity import compute_threads
 from tests.engine.conftest import MakeRig, prompt
 from tiercache.config import parse_config
 from tiercache.errors import ConfigError
@@ -47,6 +48,40 @@ def test_a_setting_that_cannot_work_is_named(
     broken = parse_config(config(tmp_path, tiny_folder, **sections))
     with pytest.raises(ConfigError, match=named):
         build_engine(broken, model_cache_dir=tmp_path / "models")
+
+
+@pytest.mark.parametrize(
+    ("configured", "cpu_max", "threads"),
+    [
+        ("auto", "max 100000", 8),
+        ("auto", "200000 100000", 2),
+        ("auto", "250000 100000", 3),
+        ("auto", "10000 100000", 1),
+        ("auto", "6400000 100000", 8),
+        ("auto", "", 8),
+        (5, "200000 100000", 5),
+    ],
+)
+def test_no_more_threads_compute_than_a_container_is_allowed_unless_it_is_said(
+    tmp_path: Path, configured: int | str, cpu_max: str, threads: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(cpu_max)
+    assert compute_threads(configured, 8, tmp_path / "cpu.max") == threads
+    assert compute_threads("auto", 8, tmp_path / "no such file") == 8
+
+
+def test_the_configured_number_of_threads_computes(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", counts.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    sections = {"engine": {"threads": 3, "working_copy_capacity": "64MiB"}}
+    engine = build_engine(
+        parse_config(config(tmp_path, tiny_folder, **sections)), model_cache_dir=tmp_path / "models"
+    )
+    engine.stop(0)
+    assert counts == [3]
 
 
 def test_a_refused_start_leaves_the_store_free(tiny_folder: Path, tmp_path: Path) -> None:
