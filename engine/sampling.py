@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+HEAD = 1024
+"""So many of the likeliest tokens are ordered first: an eighth of the work of all 49,152."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -88,15 +91,89 @@ def _draw_from_all(
 def _draw_from_best(
     probabilities: torch.Tensor, params: Sequence[SamplingParams], chance: torch.Tensor
 ) -> torch.Tensor:
-    vocabulary = probabilities.shape[-1]
+    """int64 `[rows]`: what ordering the whole vocabulary would draw, mostly from its head alone.
+
+    `probabilities` is float64 `[rows, vocabulary]`, `chance` float64 `[rows, 1]`.
+    """
+    # Only on a CPU is a running sum known to be taken one by one, so that a head's is the same.
+    if probabilities.shape[-1] <= HEAD or probabilities.device.type != "cpu":
+        return _draw_from_whole(probabilities, params, chance)
+    drawn, is_settled = _draw_from_head(probabilities, params, chance)
+    rest: list[int] = (~is_settled).nonzero()[:, 0].tolist()
+    if rest:
+        drawn[rest] = _draw_from_whole(
+            probabilities[rest], [params[row] for row in rest], chance[rest]
+        )
+    return drawn
+
+
+def _draw_from_whole(
+    probabilities: torch.Tensor, params: Sequence[SamplingParams], chance: torch.Tensor
+) -> torch.Tensor:
     ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
     cumulative = ordered.cumsum(dim=-1)
-    by_mass = (cumulative - ordered < _column([wanted.top_p for wanted in params], ordered)).sum(-1)
+    by_mass = _count_by_mass(ordered, cumulative, params)
+    by_rank = _count_by_rank(params, probabilities)
+    rank = _draw_rank(cumulative, torch.minimum(by_mass, by_rank), chance)
+    return tokens.gather(-1, rank)[:, 0]
+
+
+def _draw_from_head(
+    probabilities: torch.Tensor, params: Sequence[SamplingParams], chance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, int64 `[rows]`, and where they are what the whole order would give, bool `[rows]`."""
+    ordered, tokens = _head(probabilities)
+    cumulative = ordered.cumsum(dim=-1)
+    by_mass = _count_by_mass(ordered, cumulative, params)
+    by_rank = _count_by_rank(params, probabilities)
+    rank = _draw_rank(cumulative, torch.minimum(by_mass, by_rank), chance)
+    is_counted = (by_mass >= by_rank) | _has_mass(ordered, cumulative, params)
+    # Which of the tokens that tie with the head's last are in it is up to topk; all before are.
+    is_known = ordered.gather(-1, rank)[:, 0] > ordered[:, -1]
+    return tokens.gather(-1, rank)[:, 0], is_counted & is_known
+
+
+def _head(probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The HEAD largest, float64, and their tokens, int64, `[rows, HEAD]`, as in a stable sort.
+
+    topk leaves ties in any order, so its tokens are put in order before they are sorted stably.
+    """
+    tokens = probabilities.topk(HEAD, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, order = probabilities.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
+    return ordered, tokens.gather(-1, order)
+
+
+def _has_mass(
+    ordered: torch.Tensor, cumulative: torch.Tensor, params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """bool `[rows]`: no token after this head, float64 `[rows, HEAD]`, is kept for its mass.
+
+    What comes before a later token is at least the head's sum, less two roundings near 1. Where the
+    later ones are too small to change a sum near 1, there is no rounding either.
+    """
+    roundings = torch.where(ordered[:, -1:] < 2.0**-55, 0.0, 2.0**-50)
+    return (cumulative[:, -1:] - roundings >= _top_p(params, ordered))[:, 0]
+
+
+def _count_by_mass(
+    ordered: torch.Tensor, cumulative: torch.Tensor, params: Sequence[SamplingParams]
+) -> torch.Tensor:
+    """int64 `[rows]`: how many of the ordered tokens have less than top_p before them."""
+    return (cumulative - ordered < _top_p(params, ordered)).sum(-1)
+
+
+def _count_by_rank(params: Sequence[SamplingParams], probabilities: torch.Tensor) -> torch.Tensor:
+    """int64 `[rows]`: top_k, at most the vocabulary."""
+    vocabulary = probabilities.shape[-1]
     ranks = [min(wanted.top_k or vocabulary, vocabulary) for wanted in params]
-    by_rank = torch.tensor(ranks, device=probabilities.device)
-    last_kept = (torch.minimum(by_mass, by_rank).clamp(min=1) - 1)[:, None]
+    return torch.tensor(ranks, device=probabilities.device)
+
+
+def _draw_rank(cumulative: torch.Tensor, kept: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """int64 `[rows, 1]`: a place among the first `kept`, int64 `[rows]`, of the ordered tokens."""
+    last_kept = (kept.clamp(min=1) - 1)[:, None]
     rank = _first_above(cumulative, chance * cumulative.gather(-1, last_kept))[:, None]
-    return tokens.gather(-1, torch.minimum(rank, last_kept))[:, 0]
+    return torch.minimum(rank, last_kept)
 
 
 def _first_above(cumulative: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
@@ -109,3 +186,7 @@ def _first_above(cumulative: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
 def _column(values: Sequence[float], beside: torch.Tensor) -> torch.Tensor:
     """float64 `[values, 1]`, where `beside` is."""
     return torch.tensor(values, dtype=torch.float64, device=beside.device)[:, None]
+
+
+def _top_p(params: Sequence[SamplingParams], beside: torch.Tensor) -> torch.Tensor:
+    return _column([wanted.top_p for wanted in params], beside)
