@@ -371,3 +371,19 @@ def test_a_cache_that_is_off_brings_in_no_memory_for_its_tiers(
     one_context = sum(one.nbytes for one in copies.memory_of(rig.engine.model.max_context_tokens))
     tiers = (4096 + 4096) * layout.token_bytes if enabled else 0
     assert sum(block.nbytes for block in brought_in) == one_context + tiers
+
+
+def test_pages_that_have_come_wake_an_engine_that_has_nothing_else_to_do(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(
+        host=4096,
+        disk=100_000,
+        cache={"prefetch": {"policy": "wait", "fetch_deadline_seconds": 3000}},
+    )
+    computed = rig.answer(prompt(1, 400))
+    rig.evict(Tier.DEVICE, Tier.HOST)
+    monkeypatch.setattr("engine.engine._IDLE_SECONDS", 3600)
+    end = rig.ask(prompt(1, 400)).wait(20)
+    assert end.token_ids == computed.token_ids
+    assert end.usage.hit_tokens[Tier.DISK] > 0

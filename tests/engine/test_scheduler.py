@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -396,3 +397,47 @@ def test_a_leader_that_gets_nowhere_is_not_waited_for(
     rig.turn()
     assert waiting.lease is not None
     assert waiting.give_up is MissReason.BEING_COMPUTED
+
+
+def test_answers_that_are_being_written_are_computed_in_one_pass(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(start=False)
+    asked = [rig.ask(prompt(seed, 20), max_tokens=50) for seed in range(4)]
+    while not all(one.started.is_set() for one in asked):
+        rig.turn()
+    runner = rig.engine._turns._steps._runner
+    forward, passes = runner.forward, []
+
+    def counted(segments: Any, *more: Any) -> Any:
+        passes.append(len(segments))
+        return forward(segments, *more)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    for _ in range(5):
+        rig.turn()
+    assert passes == [4] * 5
+    for one in asked:
+        one.abort()
+
+
+@pytest.mark.parametrize(("most_forward_seconds", "overtake"), [(1e9, True), (0.0, False)])
+def test_small_requests_overtake_a_large_one_only_for_so_long(
+    make_rig: MakeRig,
+    monkeypatch: pytest.MonkeyPatch,
+    most_forward_seconds: float,
+    overtake: bool,
+) -> None:
+    monkeypatch.setattr("engine.admission.MOST_FORWARD_SECONDS", most_forward_seconds)
+    rig = make_rig(start=False, device=512, page_tokens=16)
+    holder = rig.ask(prompt(0, 300), max_tokens=40)
+    rig.turn()
+    large = rig.ask(prompt(1, 400), max_tokens=8)
+    small = [rig.ask(prompt(seed, 20), max_tokens=8) for seed in (2, 3)]
+    rig.turn()
+    admitted = [one.request for one in rig.engine._turns._roster.admitted]
+    assert holder.request in admitted
+    assert large.request not in admitted
+    assert all((one.request in admitted) is overtake for one in small)
+    for one in (holder, large, *small):
+        one.abort()
