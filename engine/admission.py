@@ -11,6 +11,7 @@ from engine.request import Active
 from engine.roster import Roster
 from engine.scheduler import MOST_FORWARD_SECONDS, admission_order, fair_head, take_turns
 from engine.workplace import Workplace
+from tiercache.gate import Decision
 from tiercache.lease import Follow, Lease, Room
 from tiercache.tenants import NOBODY
 from tiercache.types import MissReason, PageIds, PrefetchPolicy, Tier
@@ -217,7 +218,7 @@ class Admission:
         lease.request_id = active.request.request_id
         active.lease, active.working_copy = lease, working_copy
         active.follow = None
-        active.loading.decided(lease.decision, now)
+        active.loading.decided(lease.decision or _unweighed(lease), now)
         self._fetching.begun(active)
         self._roster.admitted.append(active)
         self._counters.most_running_requests = max(
@@ -225,3 +226,9 @@ class Admission:
         )
         self._fetching.arrive(active)
         return True
+
+
+def _unweighed(lease: Lease) -> Decision | None:
+    """What is loaded by a policy that weighs nothing; None where nothing is."""
+    pages = int(lease.matched_pages)
+    return Decision(pages, pages) if lease.awaited.size else None

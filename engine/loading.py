@@ -18,7 +18,7 @@ class LoadWatch:
     """One request's loading, from when it could start to its first token. Engine thread only."""
 
     decision: Decision | None = None
-    """The last one taken; None while everything stored was on DEVICE, or nothing was weighed."""
+    """The last one taken; None while everything stored was on DEVICE."""
     decisions: int = 0
     began_seconds: float | None = None
     ready_seconds: float | None = None

@@ -124,6 +124,26 @@ def test_a_queued_request_does_not_wait_for_what_it_computes_sooner_and_says_so(
     assert end.usage.miss_tokens[MissReason.COST_GATE] == 1488
 
 
+@pytest.mark.parametrize(
+    ("policy", "stored_tokens", "tier"),
+    [("wait", 1488, Tier.DISK), ("best_effort", 1488, Tier.HOST)],
+)
+def test_a_policy_that_weighs_nothing_tells_what_loading_took(
+    make_rig: MakeRig, policy: str, stored_tokens: int, tier: Tier
+) -> None:
+    rig, _ = rig_with_a_prefix_on_disk(make_rig, policy)
+    if tier is Tier.HOST:
+        rig.ask(prompt(1, 1500)).wait()  # computed again: DISK is not waited for
+        rig.evict(Tier.DEVICE)
+    end = rig.answer(prompt(1, 1500))
+    assert end.usage.hit_tokens == {tier: 1488}
+    report = end.usage.loading
+    assert report is not None
+    assert (report.choice, report.stored_tokens) == (Choice.LOAD, stored_tokens)
+    assert report.expected_load_seconds == report.expected_if_all_computed_seconds == 0
+    assert rig.engine.snapshot().load_decisions["load"] > 0
+
+
 def test_the_time_in_which_a_request_could_have_started_is_told_as_loading() -> None:
     watch = LoadWatch()
     watch.waits(1.0)
