@@ -155,3 +155,18 @@ def test_a_server_is_told_to_leave_the_choice_to_mkl(monkeypatch: pytest.MonkeyP
     assert os.environ[SWITCH] == "auto"
     _prepare_for_torch(parse_config({"engine": {"mkl_kernels": "library"}}))
     assert os.environ[SWITCH] == "library"
+
+
+def test_compute_threads_spin_briefly_unless_somebody_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from server.cli import _prepare_for_torch
+
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "set, so that it is put back")
+        monkeypatch.delenv(name)
+    _prepare_for_torch(parse_config({}))
+    assert os.environ.pop("GOMP_SPINCOUNT") == "10000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    _prepare_for_torch(parse_config({}))
+    assert "GOMP_SPINCOUNT" not in os.environ

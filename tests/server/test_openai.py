@@ -75,6 +75,7 @@ def test_usage_is_streamed_last_and_only_when_asked_for(client: openai.OpenAI) -
     assert chunks[-1].usage.prompt_tokens_details is not None
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 3
     assert all(chunk.usage is None and chunk.choices for chunk in chunks[:-1])
+    assert chunks[-1].model_dump()["cache"] == {"load": None}
 
 
 def test_usage_so_far_is_in_every_chunk_of_text_when_asked_for(client: openai.OpenAI) -> None:
