@@ -236,6 +236,17 @@ def pid_of(guarded: GuardedStore) -> int:
     return store.pid
 
 
+def fall_silent(pid: int) -> None:
+    """Stops a process, and returns when none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_still() -> bool:
+        stats = (Path(f"/proc/{pid}/task/{task}/stat") for task in os.listdir(f"/proc/{pid}/task"))
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    until(is_still)
+
+
 def came_back_with(guarded: GuardedStore) -> frozenset[bytes]:
     until(lambda: guarded._returned is not None)
     keys = guarded.take_return()
@@ -312,7 +323,7 @@ def impatient(path: Path) -> Iterator[GuardedStore]:
 def test_a_disk_that_falls_silent_is_left_alone_until_it_answers(impatient: GuardedStore) -> None:
     guarded, records = impatient, chain(5)
     assert set(guarded.write(with_payloads(records))) == {WRITTEN}
-    os.kill(pid_of(guarded), signal.SIGSTOP)
+    fall_silent(pid_of(guarded))
     try:
         caller = threading.Thread(target=read_all, args=(guarded, records))
         caller.start()
@@ -333,7 +344,7 @@ def test_a_store_that_never_answers_again_is_given_up_and_started_anew(
     monkeypatch.setattr("tiercache.tiers.disk_guard._PATIENCE_SECONDS", 0.2)
     records = chain(5)
     assert set(guarded.write(with_payloads(records))) == {WRITTEN}
-    os.kill(pid_of(guarded), signal.SIGSTOP)
+    fall_silent(pid_of(guarded))
     with pytest.raises(TierLost, match="SIGKILL"):
         guarded.write(with_payloads(chain(3, seed=1)))
     assert came_back_with(guarded) >= {record.key for record in records}
