@@ -7,6 +7,8 @@ import fcntl
 import os
 import resource
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,17 @@ def in_process(path: Path, host: HostPool | None = None, **changes: Any) -> Stor
         "free_space_floor_bytes": 0,
     }
     return StoreProcess(path, Opening(**(wanted | changes)), host, lanes=3, staging_pages=40)
+
+
+def fall_silent(pid: int, patience_seconds: float = 30) -> None:
+    """Stops a process, and returns when none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + patience_seconds
+    while not all(_is_stopped(pid, task) for task in os.listdir(f"/proc/{pid}/task")):
+        assert time.monotonic() < deadline, "it goes on running"
+        time.sleep(0.01)
+
+
+def _is_stopped(pid: int, task: str) -> bool:
+    stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "T"

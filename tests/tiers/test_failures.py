@@ -22,6 +22,7 @@ import pytest
 
 from tests.tiers.disk_parts import (
     WRITTEN,
+    fall_silent,
     in_process,
     no_file_longer_than,
     read_all,
@@ -234,17 +235,6 @@ def pid_of(guarded: GuardedStore) -> int:
     store = guarded._store
     assert isinstance(store, StoreProcess)
     return store.pid
-
-
-def fall_silent(pid: int) -> None:
-    """Stops a process, and returns when none of its threads runs any more."""
-    os.kill(pid, signal.SIGSTOP)
-
-    def is_still() -> bool:
-        stats = (Path(f"/proc/{pid}/task/{task}/stat") for task in os.listdir(f"/proc/{pid}/task"))
-        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-    until(is_still)
 
 
 def came_back_with(guarded: GuardedStore) -> frozenset[bytes]:
