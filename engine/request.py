@@ -71,11 +71,11 @@ class Active:
     may_follow: bool = True
     """False once it has waited for leaders as long as it may."""
     may_wait_for_reads: bool = True
+    """False once it has waited in the queue for pages read ahead as long as it may."""
     reads_left_pages: int = 0
     """Pages that were still being read for it when it was last looked at in the queue."""
     reads_patience_seconds: float = math.inf
     """How long to wait for the next of them: what computing all of them would take."""
-    """False once it has waited in the queue for pages read ahead as long as it may."""
     was_admitted: bool = False
     is_over_quota: bool = False
     """Whether it waits for room in its tenant's quota, of which others take nothing."""
