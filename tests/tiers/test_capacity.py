@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from tests.tiers.disk_parts import (
     WRITTEN,
     assert_holds,
     folder_bytes,
+    in_process,
     store_pages,
     touch_for_ever,
 )
@@ -115,3 +119,29 @@ def test_a_capacity_below_what_is_stored_is_refused_and_a_larger_one_is_not(path
         opened(path, capacity_bytes=2 * MIB)
     with opened(path, capacity_bytes=8 * MIB) as store:
         assert_holds(store, records)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="reads how much memory a process has of its own"
+)
+def test_the_store_keeps_the_memory_of_one_batch_however_many_threads_had_one(path: Path) -> None:
+    page_bytes, batch_pages, threads = 262_144, 40, 3
+    batches = [
+        [(record, stamp(record.key, page_bytes)) for record in chain(batch_pages, seed)]
+        for seed in range(threads)
+    ]
+    asked = {"page_bytes": page_bytes, "capacity_bytes": 64 * MIB}
+    with (
+        contextlib.closing(in_process(path, **asked)) as store,
+        ThreadPoolExecutor(threads) as callers,
+    ):
+        before_bytes = _own_bytes(store.pid)
+        for outcomes in callers.map(store.write, batches):  # each by a lane of its own
+            assert set(outcomes) == {WRITTEN}
+        grown_bytes = _own_bytes(store.pid) - before_bytes
+        assert grown_bytes < 1.5 * batch_pages * page_bytes
+
+
+def _own_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])

@@ -26,7 +26,7 @@ Transaction = Any
 MAX_READERS = 126
 _AGEING_TRANSACTIONS = 3
 _SCRATCH_KEY = b"age"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _TRIM_THRESHOLD_BYTES = 64 << 20
 _MMAP_THRESHOLD_BYTES = 8 << 20
 
@@ -194,7 +194,22 @@ def keep_freed_memory() -> None:
     The engine allocates every value it writes; given back and faulted in anew each time, that costs
     more than the write.
     """
+    _tune_allocator(
+        {_M_MMAP_THRESHOLD: _MMAP_THRESHOLD_BYTES, _M_TRIM_THRESHOLD: _TRIM_THRESHOLD_BYTES}
+    )
+
+
+def keep_it_once() -> None:
+    """Asks glibc for one heap instead of one for each thread; before there are threads.
+
+    What is kept is as much as the largest transaction took. With a heap for each thread it would be
+    kept by every thread that ever had such a one, and memory would grow for hours, in steps.
+    """
+    _tune_allocator({_M_ARENA_MAX: 1})
+
+
+def _tune_allocator(options: dict[int, int]) -> None:
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+        for option, value in options.items():
+            mallopt(option, value)

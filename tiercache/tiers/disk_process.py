@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tiercache.tiers.disk import DiskStore
+from tiercache.tiers.disk_engine import keep_it_once
 from tiercache.tiers.disk_folder import when_let_go
 from tiercache.tiers.disk_wire import Named, Place, Region, StoreFacts
 
@@ -81,6 +82,7 @@ def main() -> None:
     """Opens the store that is asked for and serves it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_it_once()
     control, *lanes = (Connection(int(fd)) for fd in sys.argv[1:])
     (path, asked), descriptors = control.recv()
     regions = [Region(descriptor) for descriptor in descriptors]
