@@ -1,9 +1,10 @@
 """How a request's prefix gets into its working copy: by layer groups, as attention asks for them.
 
-The first forward pass of a request that found something begins before its prefix is there. Each
-layer group is copied from the DEVICE pages when attention comes to its first layer, so it is still
-in the processor's cache when it is read; and where the pages themselves are on their way from HOST,
-only that group of them is waited for. A group that is lost raises, which ends the pass.
+The first forward pass of a request that found something begins before its prefix is there. What
+attention is about to read is copied from the DEVICE pages into the working copy. Where the pages
+themselves are on their way from HOST, only the layer group that comes next is waited for, and it
+is copied together with those behind it that have come as well: one copy of many layers is quicker
+than many of a few. A group that is lost raises, which ends the pass.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ class PrefixArrival:
 
         Layers come in order. Raises LayerLost when they will not arrive, or not in time.
         """
-        while self._next_group < len(self._groups) and (
-            self._groups.layers(self._next_group).start <= layer
-        ):
-            self._wait(self._next_group)
-            layers = self._groups.layers(self._next_group)
-            self._working_copy.load_pages(self._pool, self._slots, self._first_page, layers)
-            self._next_group += 1
+        first = self._next_group
+        if first == len(self._groups) or layer < self._groups.layers(first).start:
+            return
+        self._wait(first)
+        arrived = [load.arrived for load in self._loads]
+        self._next_group = min(arrived, default=len(self._groups))
+        layers = self._groups.layers_of_all(range(first, self._next_group))
+        self._working_copy.load_pages(self._pool, self._slots, self._first_page, layers)
 
     def _wait(self, group: int) -> None:
         try:

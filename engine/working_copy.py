@@ -12,7 +12,6 @@ head_dim]`, the order pages have.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,26 +22,25 @@ from engine.attention import KEY_BLOCK_TOKENS, round_up
 from tiercache.tiers.memory import anonymous_block
 from tiercache.types import Bytes, PageLayout, Slots
 
-_PAGES_FOR_TWO = 64
-"""From so many pages on, two threads copy: one does not use all that memory can do."""
+_PAGES_FOR_A_TEAM = 16
+"""From so many neighbours on torch copies, with the threads that compute: in a forward pass they
+stay on their cores, where another thread would have to share one, and one alone does not use all
+that memory can do. A call of it costs more than one of numpy."""
 
 
 class WorkingCopy:
     """One request's K and V. Owned by the request from `acquire` to `release`.
 
-    Copies run outside the interpreter lock, on the calling thread and, for many pages, on one that
-    helps; they are not synchronised with a forward pass that runs elsewhere.
+    Copies run outside the interpreter lock, on the calling thread or torch's; they are not
+    synchronised with a forward pass that runs elsewhere.
     """
 
-    def __init__(
-        self, kv: torch.Tensor, start: int, layout: PageLayout, helper: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, kv: torch.Tensor, start: int, layout: PageLayout) -> None:
         self.kv = kv
         """`[layers, 2, tokens, kv_heads, head_dim]`, strided; the caller may read and write it."""
         self.start = start
         self.tokens = int(kv.shape[2])
         self._layout = layout
-        self._helper = helper
         self._finite_tokens = 0
 
     def prepare(self, position: int, tokens: int) -> None:
@@ -67,32 +65,24 @@ class WorkingCopy:
         """Copies the pages in `slots` of `pool` to consecutive pages from `first_page_index` on.
 
         pool is `[slots, layers, 2, page_tokens, kv_heads, head_dim]`; `layers` copies only some.
+        Neighbours in the pool are copied in one piece: a call costs as much as a few pages.
         """
         slots = np.asarray(slots)
-        half = len(slots) // 2 if len(slots) >= _PAGES_FOR_TWO else 0
-        helped = self._helper.submit(self._load, pool, slots[:half], first_page_index, layers)
-        self._load(pool, slots[half:], first_page_index + half, layers)
-        helped.result()
-
-    def _load(
-        self,
-        pool: torch.Tensor,
-        slots: npt.NDArray[np.signedinteger[Any]],
-        first_page_index: int,
-        layers: slice,
-    ) -> None:
-        """Neighbours in the pool are copied in one piece: a call costs as much as a few pages."""
         if not slots.size:
             return
         stop = (first_page_index + slots.size) * self._layout.page_tokens
         kv = self.kv[layers, :, :stop]
-        pages = kv.view(*kv.shape[:2], -1, self._layout.page_tokens, *kv.shape[3:])
-        source, target = _head_vectors(pool[:, layers]), _head_vectors(pages)
+        target = kv.view(*kv.shape[:2], -1, self._layout.page_tokens, *kv.shape[3:])
+        source = pool[:, layers].permute(1, 2, 0, 3, 4, 5)
+        source_vectors, target_vectors = _head_vectors(source), _head_vectors(target)
         begins = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
         for begin, end in zip(begins, (*begins[1:], slots.size), strict=True):
-            run = source[slots[begin] : slots[begin] + end - begin]
+            run = slice(slots[begin], slots[begin] + end - begin)
             into = slice(first_page_index + begin, first_page_index + end)
-            target[:, :, into] = run.transpose(1, 2, 0, 3, 4)
+            if end - begin >= _PAGES_FOR_A_TEAM:
+                target[:, :, into].copy_(source[:, :, run])
+            else:
+                target_vectors[:, :, into] = source_vectors[:, :, run]
 
     def store_pages(
         self, pool: torch.Tensor, slots: Sequence[int] | Slots, first_page_index: int
@@ -121,7 +111,6 @@ class WorkingCopyPool:
         self.capacity_tokens = capacity_tokens // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
         assert self.capacity_tokens > 0, f"at least {KEY_BLOCK_TOKENS} tokens are needed"
         self._layout = layout
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="tiercache-gather")
         shape = (layout.layers, 2, layout.kv_heads, self.capacity_tokens, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.dtype)
         self.block = anonymous_block(
@@ -159,7 +148,7 @@ class WorkingCopyPool:
         size = self._free.pop(start)
         self._set_free({**self._free, start + wanted: size - wanted})
         kv = self._kv[:, :, start : start + wanted]
-        self._held[start] = WorkingCopy(kv, start, self._layout, self._helper)
+        self._held[start] = WorkingCopy(kv, start, self._layout)
         return self._held[start]
 
     def release(self, copy: WorkingCopy) -> None:
@@ -193,9 +182,6 @@ class WorkingCopyPool:
 
 
 def _head_vectors(kv: torch.Tensor) -> npt.NDArray[Any]:
-    """A view whose items are whole head vectors, opaque bytes: the fastest unit to copy here.
-
-    numpy, not torch: its copies need no thread team and release the interpreter lock.
-    """
+    """A numpy view whose items are whole head vectors, opaque bytes: its fastest unit to copy."""
     as_bytes = kv.view(torch.uint8).numpy()
     return as_bytes.view(np.dtype((np.void, as_bytes.shape[-1])))[..., 0]

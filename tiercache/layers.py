@@ -50,7 +50,11 @@ class LayerGroups:
         return len(self.bounds) - 1
 
     def layers(self, group: int) -> slice:
-        return slice(self.bounds[group], self.bounds[group + 1])
+        return self.layers_of_all(range(group, group + 1))
+
+    def layers_of_all(self, groups: range) -> slice:
+        """The layers of groups that follow one another."""
+        return slice(self.bounds[groups.start], self.bounds[groups.stop])
 
     def bytes_of(self, group: int) -> slice:
         """Where the group lies in a page."""
@@ -82,6 +86,11 @@ class LayerArrivals:
     @property
     def has_begun(self) -> bool:
         return self._arrived > 0
+
+    @property
+    def arrived(self) -> int:
+        """So many groups, from the first on, have every byte in its slot."""
+        return self._arrived
 
     def arrive(self, group: int) -> None:
         """Every byte of the groups up to `group` is in its slot."""
