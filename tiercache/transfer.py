@@ -271,17 +271,28 @@ def reads_disk(job: Job) -> bool:
     return isinstance(job, Move) and job.source is Tier.DISK
 
 
-class Lane:
-    """Jobs of one kind in the order of submission, for one worker or several."""
+def leads_to_device(job: Job) -> bool:
+    """Whether a request that was admitted waits for the job, and not one that is queued."""
+    return isinstance(job, Move) and job.target is Tier.DEVICE
 
-    def __init__(self) -> None:
+
+class Lane:
+    """Jobs of one kind in the order of submission, for one worker or several; with `comes_first`,
+    those it is true of before all others."""
+
+    def __init__(self, comes_first: Callable[[Job], bool] | None = None) -> None:
+        self._comes_first = comes_first
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
 
     def put(self, job: Job) -> None:
+        first = self._comes_first
         with self._changed:
-            self._jobs.append(job)
+            place = len(self._jobs)
+            if first is not None and first(job):
+                place = sum(1 for waiting in self._jobs if first(waiting))
+            self._jobs.insert(place, job)
             self._changed.notify()
 
     def take(self) -> Job | None:
@@ -337,6 +348,7 @@ class ThreadedTransfers:
 
     Kinds of work do not wait for each other: a slow disk holds up no copy between memories, and a
     long write holds up no read. Writes and erases keep their order, since one thread does both.
+    Reads that lead to DEVICE go before those that are made ahead of need.
     `wake` is called from a worker after each completion.
     """
 
@@ -346,7 +358,7 @@ class ThreadedTransfers:
         self._carrier = carrier
         self._wake = wake
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._copies, self._writes, self._reads = Lane(), Lane(), Lane()
+        self._copies, self._writes, self._reads = Lane(), Lane(), Lane(leads_to_device)
         self._threads = [
             threading.Thread(target=work, name=f"tiercache-{name}", daemon=True)
             for name, work in [

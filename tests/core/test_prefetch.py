@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tiercache import upkeep
+from tiercache.lease import Lease
 from tiercache.metrics import PrefetchOutcome
 from tiercache.prefetch import Prefetcher
 from tiercache.testing.rig import CacheRig
@@ -220,10 +221,34 @@ def test_loads_that_no_worker_has_begun_are_taken_back_all_at_once(store: DiskSt
     for seed in (1, 2):
         stored(rig, prompt(seed, 8), Tier.DEVICE, Tier.HOST)
     warm(rig.cache, N, prompt(1, 8), 1.0)
-    lease = rig.acquire(prompt(2, 8))
+    lease = rig.cache.acquire(N, prompt(2, 8))
+    assert isinstance(lease, Lease)
+    loads = rig.cache.moves.moves()
+    assert {move.target for move in loads} == {Tier.HOST, Tier.DEVICE}
     rig.cache.release(lease)
 
     upkeep.take_back_loads(rig.cache)
 
     assert not rig.cache.moves.open
+    rig.settle()
+    rig.assert_sound()
+
+
+def test_a_load_has_before_it_other_loads_and_of_what_is_read_ahead_only_what_may_have_begun(
+    store: DiskStore,
+) -> None:
+    tiers = {Tier.DEVICE: 64, Tier.HOST: 64, Tier.DISK: 128}
+    rig = CacheRig(tiers, store=store, move_pages=2)
+    nobody: PageIds = np.empty(0, np.intp)
+    for seed in (1, 2):
+        stored(rig, prompt(seed, 8), Tier.DEVICE, Tier.HOST)
+    assert rig.cache.moves.loading_pages(nobody) == {}
+    warm(rig.cache, N, prompt(1, 8), 1.0)
+    assert rig.cache.moves.loading_pages(nobody) == {Tier.DISK: 2 * 2}
+    lease = rig.cache.acquire(N, prompt(2, 8))
+    assert isinstance(lease, Lease)
+    assert rig.cache.moves.loading_pages(nobody) == {Tier.DISK: 2 * 2 + 8}
+    assert rig.cache.moves.loading_pages(lease.page_range(0, 8)) == {Tier.DISK: 2 * 2}
+    rig.cache.release(lease)
+    rig.settle()
     rig.assert_sound()

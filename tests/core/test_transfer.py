@@ -190,10 +190,10 @@ def copy_job(serial: int) -> Move:
     return Move(serial, slots(0), Tier.DEVICE, slots(0), (Hop(Tier.HOST, slots(serial)),))
 
 
-def read_job(serial: int) -> Move:
-    return Move(
-        serial, slots(0), Tier.DISK, slots(0), (Hop(Tier.HOST, slots(0)),), (record(serial),)
-    )
+def read_job(serial: int, *through: Tier) -> Move:
+    """From DISK to HOST, or through other tiers."""
+    hops = tuple(Hop(tier, slots(0)) for tier in through or (Tier.HOST,))
+    return Move(serial, slots(0), Tier.DISK, slots(0), hops, (record(serial),))
 
 
 @pytest.fixture
@@ -231,6 +231,24 @@ def test_one_kind_keeps_its_order_and_none_waits_for_another(bench: Bench) -> No
         carrier.gate.release()
     transfers.close()
     assert [serial for serial in carrier.order if serial < 4] == [1, 2, 3]
+
+
+def test_what_is_read_ahead_holds_up_no_read_that_a_request_waits_for(bench: Bench) -> None:
+    carrier = GatedCarrier(bench)
+    transfers = ThreadedTransfers(carrier, reader_threads=1)
+    transfers.submit(read_job(1))
+    assert carrier.entered.acquire(timeout=30)
+    transfers.submit(read_job(2))
+    transfers.submit(read_job(3))
+    transfers.submit(read_job(4, Tier.HOST, Tier.DEVICE))
+    transfers.submit(read_job(5, Tier.DEVICE))
+    withdrawn = read_job(6, Tier.DEVICE)
+    transfers.submit(withdrawn)
+    assert transfers.cancel(withdrawn)
+    for _ in range(5):
+        carrier.gate.release()
+    transfers.close()
+    assert carrier.order == [1, 4, 5, 2, 3]
 
 
 def test_a_job_that_waits_can_be_taken_back_and_one_that_began_cannot(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -197,6 +198,31 @@ def test_what_a_queued_request_needs_from_disk_is_on_host_when_it_starts(
     assert end.usage.hit_tokens == {Tier.HOST: 320}
     prefetched = rig.engine.snapshot().cache.counters.prefetch_pages
     assert prefetched == {PrefetchOutcome.USED: 20}
+    rig.assert_nothing_is_held()
+
+
+def test_reading_ahead_goes_in_the_order_of_admission(make_rig: MakeRig) -> None:
+    rig = make_rig(
+        device=2048,
+        host=2048,
+        disk=100_000,
+        engine={"max_running_requests": 1},
+        cache={"prefetch": {"queue_budget_fraction": 640 / 2048}},  # enough for the longer one
+        chunk=16,
+    )
+    rig.answer(prompt(1, 161))
+    rig.answer(prompt(2, 641))
+    rig.evict(Tier.DEVICE, Tier.HOST)
+    running = rig.ask(prompt(3, 600), max_tokens=200)
+    assert running.started.wait(30)
+    both_are_in = threading.Event()
+    held = rig.engine.call(lambda _: both_are_in.wait(30))
+    shorter, longer = rig.ask(prompt(1, 161)), rig.ask(prompt(2, 641))
+    both_are_in.set()
+    assert held.result(30)
+    assert longer.wait().usage.hit_tokens == {Tier.HOST: 640}
+    shorter.wait()
+    running.wait()
     rig.assert_nothing_is_held()
 
 
