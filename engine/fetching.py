@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.arrival import Prefixes
+from engine.prefill_speed import PrefillSpeed
 from engine.request import Active, State
 from engine.roster import Roster
 from engine.workplace import Workplace
@@ -23,9 +24,12 @@ _MORE_PATIENCE = 0.25
 class Fetching:
     """See the module. Engine thread only."""
 
-    def __init__(self, workplace: Workplace, roster: Roster, prefixes: Prefixes) -> None:
+    def __init__(
+        self, workplace: Workplace, roster: Roster, prefixes: Prefixes, speed: PrefillSpeed
+    ) -> None:
         self._roster = roster
         self._prefixes = prefixes
+        self._speed = speed
         self._cache = workplace.cache
         self._settings = workplace.settings
         self._clock = workplace.clock
@@ -88,7 +92,10 @@ class Fetching:
         lease = active.lease
         assert lease is not None
         first = self._cache.in_place(lease, active.computed_tokens // self._cache.page_tokens)
-        decision = self._cache.weigh_again(lease, first, is_overdue=is_overdue)
+        busy_seconds = self._speed.seconds_before(active, self._roster.admitted)
+        decision = self._cache.weigh_again(
+            lease, first, is_overdue=is_overdue, busy_seconds=busy_seconds
+        )
         self._expect(active, decision, is_overdue=is_overdue)
         if decision is None or not decision.front_pages:
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
+from engine.request import Active, State
 from engine.scheduler import Work
 from engine.warmup import Timed
 from tiercache.cache import TierCache
@@ -34,3 +36,20 @@ class PrefillSpeed:
         if len(work) == 1 and prompt_tokens > 1 and self._cache.gate is not None:
             position = work[0].active.computed_tokens - prompt_tokens
             self._cache.gate.prefill.saw(position, prompt_tokens, seconds)
+
+    def seconds_before(self, active: Active, admitted: Iterable[Active]) -> float:
+        """How long prompts are computed before `active`'s comes: those of its tenant that are
+        `admitted` before it, as the steps have them. 0 where nobody weighs that."""
+        gate, page_tokens = self._cache.gate, self._cache.page_tokens
+        if gate is None:
+            return 0.0
+        before = itertools.takewhile(lambda other: other is not active, admitted)
+        return sum(
+            gate.compute_seconds(
+                other.computed_tokens // page_tokens, other.compute_until_tokens // page_tokens
+            )
+            for other in before
+            if other.request.tenant == active.request.tenant
+            and other.state is State.RUNNING
+            and not other.is_decoding
+        )

@@ -61,7 +61,7 @@ class Turns:
         self.counters = workplace.counters
         self._speed = PrefillSpeed(cache)
         self._roster = Roster(workplace)
-        self._fetching = Fetching(workplace, self._roster, prefixes)
+        self._fetching = Fetching(workplace, self._roster, prefixes, self._speed)
         self._admission = Admission(workplace, self._roster, self._fetching, self._speed)
         self._steps = Steps(
             workplace,

@@ -4,7 +4,8 @@ Two things are measured as they happen: what a page costs to load from each tier
 token costs to compute, as a line over its context length (attention reads everything before it).
 For a prompt, every cut of its stored prefix is weighed: pages before the cut are loaded, tokens
 behind it computed. And every place to meet: pages before it are computed while those behind it
-load, from the last one on.
+load, from the last one on. While earlier prompts are computed, loading costs nothing: computing
+would have to wait for them all the same.
 
 Bytes come in moves, and nothing is known of a move before its end. So moves are short beside what
 computing would take, and those from a tier of unknown speed begin with a page each and grow: how
@@ -63,12 +64,12 @@ class Decision:
 
     `pages` is how many of the `stored_pages` of the prefix to use; `load_seconds` and
     `compute_seconds` are the estimates for that cut, `load_all_seconds` and `compute_all_seconds`
-    the sums for the extremes. `is_measured` says whether all tiers concerned were measured lately.
-    With `front_pages` so many of these are to be computed while the others load; `load_seconds` is
-    then when both are done, and `front_stop` the index of the first page that is not computed.
-    `watched_seconds` is for how long the loads were watched that this rests on.
-    `queue_seconds` pass before the first page can come. `move_pages` is the most to put into one
-    move, 0 where there is nothing to go by.
+    the sums for the extremes. Waiting for earlier prompts counts as computing. `is_measured` says
+    whether all tiers concerned were measured lately. With `front_pages` so many of these are to be
+    computed while the others load; `load_seconds` is then when both are done, and `front_stop` the
+    index of the first page that is not computed. `watched_seconds` is for how long the loads were
+    watched that this rests on. `queue_seconds` pass before the first page can come. `move_pages` is
+    the most to put into one move, 0 where there is nothing to go by.
     """
 
     pages: int
@@ -123,17 +124,24 @@ class _Costs:
     """Seconds for a prefix of n pages, by page index k from 0 to n, float64 `[n + 1]`.
 
     Until its first k pages have come, until those from k on have, and to compute all tokens of the
-    prompt from page k on.
+    prompt from page k on; nothing of it is computed before `busy_seconds` have passed.
     """
 
     head: Seconds
     tail: Seconds
     compute: Seconds
+    busy_seconds: float
+
+    @property
+    def cuts(self) -> Seconds:
+        """Until the first token, with the first k pages loaded and all others computed then."""
+        return np.maximum(self.head, self.busy_seconds) + self.compute
 
     def meeting(self, start: int) -> tuple[Seconds, Seconds]:
         """With the first `start` pages loaded, those up to k computed and the rest loaded
         meanwhile, for k from `start`: until all that is in place, and until the first token."""
-        computed = self.head[start] + self.compute[start] - self.compute[start:]
+        began = max(self.head[start], self.busy_seconds)
+        computed = began + self.compute[start] - self.compute[start:]
         joined = np.maximum(computed, self.tail[start:])
         return joined, joined + self.compute[-1]
 
@@ -152,25 +160,27 @@ class LoadGate:
         prompt_tokens: int,
         now_seconds: float,
         queued_pages: Mapping[Tier, int] | None = None,
+        busy_seconds: float = 0.0,
     ) -> Decision:
         """What to load of a prefix whose pages come from `sources` (tier values, int8).
 
-        `queued_pages` are other pages, whose loads from a tier come before. A tier never
-        loaded from, or not for `STALE_SECONDS`, counts as fast: it is measured by using it.
+        `queued_pages` are other pages, whose loads from a tier come before, and for `busy_seconds`
+        other prompts are computed before. A tier never loaded from, or not for `STALE_SECONDS`,
+        counts as fast: it is measured by using it.
         """
         self.speeds.forget_stale(now_seconds)
         pages = int(sources.size)
         if not self.prefill.is_known or not (sources != int(Tier.DEVICE)).any():
             return Decision(pages, pages)
         queued = queued_pages or {}
-        costs = self._costs(sources, prompt_tokens, queued)
-        cuts = costs.head + costs.compute
+        costs = self._costs(sources, prompt_tokens, queued, busy_seconds)
+        cuts = costs.cuts
         best = pages - int(np.argmin(cuts[::-1]))  # among equals, the one that loads most
         cut = replace(
             self._frame(sources, costs, queued),
             pages=best,
             load_seconds=float(costs.head[best]),
-            compute_seconds=float(costs.compute[best]),
+            compute_seconds=float(cuts[best] - costs.head[best]),
             load_all_seconds=float(cuts[pages]),
         )
         met = self._met(cut, costs, int((sources == sources.max()).argmax()))
@@ -183,19 +193,23 @@ class LoadGate:
         prompt_tokens: int,
         now_seconds: float,
         queued_pages: Mapping[Tier, int] | None = None,
+        busy_seconds: float = 0.0,
     ) -> Decision:
         """How far to compute a prefix that is loading from its tail on, and whose first
-        `from_page` pages are in place; with no `front_pages` it is better waited for."""
+        `from_page` pages are in place; with no `front_pages` it is better waited for. The rest is
+        as for `decide`."""
         self.speeds.forget_stale(now_seconds)
         if not self.prefill.is_known:
             return Decision(int(sources.size), int(sources.size))
         queued = queued_pages or {}
-        costs = self._costs(sources, prompt_tokens, queued)
+        costs = self._costs(sources, prompt_tokens, queued, busy_seconds)
+        load_seconds = float(costs.tail[from_page])
+        load_all_seconds = max(load_seconds, busy_seconds) + float(costs.compute[-1])
         wait = replace(
             self._frame(sources, costs, queued),
-            load_seconds=float(costs.tail[from_page]),
-            compute_seconds=float(costs.compute[-1]),
-            load_all_seconds=float(costs.tail[from_page] + costs.compute[-1]),
+            load_seconds=load_seconds,
+            compute_seconds=load_all_seconds - load_seconds,
+            load_all_seconds=load_all_seconds,
             front_stop=from_page,
         )
         if from_page == sources.size or sources[from_page] < sources.max():
@@ -244,7 +258,7 @@ class LoadGate:
         return Decision(
             pages=pages,
             stored_pages=pages,
-            compute_all_seconds=float(costs.compute[0]),
+            compute_all_seconds=float(costs.cuts[0]),
             is_measured=tiers == known,
             watched_seconds=self.speeds.watched_seconds(tiers),
             queue_seconds=max(
@@ -258,6 +272,7 @@ class LoadGate:
         sources: npt.NDArray[np.int8],
         prompt_tokens: int,
         queued_pages: Mapping[Tier, int],
+        busy_seconds: float,
     ) -> _Costs:
         """Tiers load side by side, and what is not known costs nothing."""
         pages = int(sources.size)
@@ -270,7 +285,8 @@ class LoadGate:
             head = np.maximum(head, np.where(before > 0, (before + ahead) * cost, 0.0))
             tail = np.maximum(tail, np.where(behind > 0, (behind + ahead) * cost, 0.0))
         starts = np.arange(pages + 1, dtype=np.float64) * self._page_tokens
-        return _Costs(head, tail, self.prefill.seconds(starts, float(prompt_tokens)))
+        compute = self.prefill.seconds(starts, float(prompt_tokens))
+        return _Costs(head, tail, compute, busy_seconds)
 
 
 def _is_gain(met: Decision, other_seconds: float) -> bool:

@@ -33,6 +33,7 @@ def acquire(
     because: MissReason | None,
     store: bool,
     tenant: str,
+    busy_seconds: float,
 ) -> Lease | Room:
     """A lease on `tokens` (int32 `[n]`, n ≥ 1) with all the DEVICE slots it needs, or when there
     may be room; then nothing has changed."""
@@ -50,8 +51,8 @@ def acquire(
         because = why_unusable(cache, int(match.pages[path.size]))
     decision = None
     if cache.gate is not None and (sources != int(Tier.DEVICE)).any():
-        now = cache.clock.now_seconds()
-        decision = cache.gate.decide(sources, tokens.size, now, cache.moves.loading_pages(path))
+        now, queued = cache.clock.now_seconds(), cache.moves.loading_pages(path)
+        decision = cache.gate.decide(sources, tokens.size, now, queued, busy_seconds)
         if decision.pages < path.size:
             path, sources = path[: decision.pages], sources[: decision.pages]
             if because is None:
@@ -88,7 +89,9 @@ def acquire(
     return lease
 
 
-def weigh_again(cache: TierCache, lease: Lease, from_page: int) -> Decision | None:
+def weigh_again(
+    cache: TierCache, lease: Lease, from_page: int, busy_seconds: float
+) -> Decision | None:
     """What would be decided on the lease's prefix now, of which `from_page` pages are in place;
     None where nothing is weighed. Nor is it where the copy that a page came from is gone: what is
     under way, or being computed, is all there will be."""
@@ -100,7 +103,7 @@ def weigh_again(cache: TierCache, lease: Lease, from_page: int) -> Decision | No
     if (sources < 0).any():
         return None
     queued = cache.moves.loading_pages(prefix)
-    return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued)
+    return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued, busy_seconds)
 
 
 def overdue(cache: TierCache, lease: Lease) -> None:

@@ -48,6 +48,18 @@ def test_a_long_queue_before_a_fast_tier_makes_computing_the_better_choice() -> 
     assert one.decide(DISK, 1650, 1.0, {Tier.DISK: 1000}).pages == 0
 
 
+def test_while_earlier_prompts_are_computed_loading_costs_nothing() -> None:
+    one = gate(page_seconds=0.02)  # 2 s to load all, 1.6 to compute it
+    assert one.decide(DISK, 1650, 1.0).pages < 100 or one.decide(DISK, 1650, 1.0).front_pages
+    busy = one.decide(DISK, 1650, 1.0, busy_seconds=3.0)
+    assert (busy.pages, busy.front_pages) == (100, 0)
+    assert busy.load_seconds == pytest.approx(2.0)
+    assert busy.load_seconds + busy.compute_seconds == pytest.approx(3.05)
+    assert busy.compute_all_seconds == pytest.approx(3.0 + 1.65)
+    assert one.meet(DISK, 0, 1650, 1.0).front_pages > 0
+    assert one.meet(DISK, 0, 1650, 1.0, busy_seconds=3.0).front_pages == 0
+
+
 def test_a_tier_that_was_slow_is_tried_again_after_a_while() -> None:
     one = gate(page_seconds=1.0)
     assert one.decide(DISK, 1650, STALE_SECONDS - 1).pages == 0
@@ -91,9 +103,16 @@ def test_what_hits_compute_does_not_make_prompts_look_slow() -> None:
     st.floats(1e-6, 0.01),
     st.integers(0, 100),
     st.integers(0, 500),
+    st.floats(0, 10.0),
 )
 def test_the_decision_is_never_worse_than_either_extreme(
-    tiers: list[int], host: float, disk: float, token: float, tail: int, queued: int
+    tiers: list[int],
+    host: float,
+    disk: float,
+    token: float,
+    tail: int,
+    queued: int,
+    busy: float,
 ) -> None:
     one = LoadGate(page_tokens=16)
     one.speeds.saw(Tier.HOST, 1, host, 0.0)
@@ -101,7 +120,7 @@ def test_the_decision_is_never_worse_than_either_extreme(
     one.prefill.saw(0, 512, 512 * token)
     one.prefill.saw(2048, 512, 512 * token * 2)
     sources = np.array(tiers, np.int8)
-    decision = one.decide(sources, len(tiers) * 16 + 1 + tail, 1.0, {Tier.DISK: queued})
+    decision = one.decide(sources, len(tiers) * 16 + 1 + tail, 1.0, {Tier.DISK: queued}, busy)
     chosen = decision.load_seconds + decision.compute_seconds
     assert 0 <= decision.pages <= len(tiers)
     if (sources != 0).any():

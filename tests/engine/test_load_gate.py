@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -83,6 +84,35 @@ def test_what_was_measured_as_slow_is_computed_and_booked_as_such(make_rig: Make
     assert end.usage.loading is not None
     assert end.usage.loading.choice is Choice.RECOMPUTE
     assert rig.engine.snapshot().load_decisions == {"recompute": 1}
+
+
+def test_behind_an_earlier_prompt_is_loaded_what_alone_would_be_computed_in_part(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(
+        host=4096,
+        disk=100_000,
+        chunk=16,
+        cache={"prefetch": {"policy": "adaptive", "fetch_deadline_seconds": 50}},
+    )
+    computed = rig.answer(prompt(1, 1500))
+    rig.evict(Tier.DEVICE, Tier.HOST)
+    gate, now = gate_of(rig), rig.engine._clock.now_seconds()
+    gate.speeds.saw(Tier.DISK, 93, 1.1 * gate.compute_seconds(0, 93), now)
+    alone = gate.decide(np.full(93, int(Tier.DISK), np.int8), 1500, now)
+    assert alone.choice is Choice.MEET
+
+    earlier = rig.ask(prompt(2, 2000))
+    while not rig.engine.snapshot().requests_running:
+        time.sleep(0.001)
+    end = rig.answer(prompt(1, 1500))
+
+    assert end.token_ids == computed.token_ids
+    assert end.usage.loading is not None
+    assert end.usage.loading.choice is Choice.LOAD
+    assert end.usage.loading.expected_if_all_computed_seconds > alone.compute_all_seconds
+    earlier.wait()
+    rig.assert_nothing_is_held()
 
 
 def test_a_tier_of_unknown_speed_that_hangs_is_not_waited_for_and_is_known_then(

@@ -26,7 +26,9 @@ from engine.models import (
     encode_text,
     load_model,
     render_chat,
+    speed,
 )
+from engine.models import load as load_module
 from engine.models.hashing import file_digest
 from engine.models.load import resolve_dtype
 from engine.runner import ModelRunner, Segment
@@ -249,6 +251,28 @@ def test_an_option_out_of_range_is_named(
 def test_automatic_dtype_is_one_the_cache_knows() -> None:
     assert resolve_dtype("auto") in (torch.bfloat16, torch.float32)
     assert resolve_dtype("float16") is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("is_native", "bfloat16_seconds", "float32_seconds", "chosen"),
+    [
+        (True, 1.0, 3.0, torch.bfloat16),
+        (True, 1.2, 1.0, torch.bfloat16),  # within what a busy moment does
+        (True, 1.5, 1.0, torch.float32),
+        (False, 1.0, 3.0, torch.float32),  # emulated, it is inexact however fast
+    ],
+)
+def test_automatic_dtype_is_bfloat16_unless_it_is_emulated_or_clearly_slower(
+    monkeypatch: pytest.MonkeyPatch,
+    is_native: bool,
+    bfloat16_seconds: float,
+    float32_seconds: float,
+    chosen: torch.dtype,
+) -> None:
+    measured = {torch.bfloat16: bfloat16_seconds, torch.float32: float32_seconds}
+    monkeypatch.setattr(speed, "_product_seconds", measured.__getitem__)
+    monkeypatch.setattr(load_module, "has_native_bfloat16", lambda: is_native)
+    assert resolve_dtype("auto") is chosen
 
 
 # Conversion, with a GGUF written from a model whose weights are known.
