@@ -48,7 +48,7 @@ class ModelConfig(Section):
     source: str = Field(
         default="bundled",
         min_length=1,
-        description="bundled, or the path of a local Hugging Face folder.",
+        description="bundled, a Hugging Face folder, a hub id such as org/model, or a .gguf file.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
