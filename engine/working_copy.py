@@ -11,7 +11,8 @@ head_dim]`, the order pages have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,40 +68,27 @@ class WorkingCopy:
         pool is `[slots, layers, 2, page_tokens, kv_heads, head_dim]`; `layers` copies only some.
         Neighbours in the pool are copied in one piece: a call costs as much as a few pages.
         """
-        slots = np.asarray(slots)
-        if not slots.size:
-            return
-        stop = (first_page_index + slots.size) * self._layout.page_tokens
-        kv = self.kv[layers, :, :stop]
-        target = kv.view(*kv.shape[:2], -1, self._layout.page_tokens, *kv.shape[3:])
-        source = pool[:, layers].permute(1, 2, 0, 3, 4, 5)
-        source_vectors, target_vectors = _head_vectors(source), _head_vectors(target)
-        begins = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
-        for begin, end in zip(begins, (*begins[1:], slots.size), strict=True):
-            run = slice(slots[begin], slots[begin] + end - begin)
-            into = slice(first_page_index + begin, first_page_index + end)
-            if end - begin >= _PAGES_FOR_A_TEAM:
-                target[:, :, into].copy_(source[:, :, run])
-            else:
-                target_vectors[:, :, into] = source_vectors[:, :, run]
+        mine = self._pages(first_page_index, len(slots))
+        _copy(mine[layers], _by_layer(pool)[layers], _runs(slots))
 
     def store_pages(
         self, pool: torch.Tensor, slots: Sequence[int] | Slots, first_page_index: int
     ) -> None:
         """Copies consecutive completed pages from `first_page_index` on into `slots` of `pool`."""
-        source, target = _head_vectors(self.kv), _head_vectors(pool)
-        for index, slot in enumerate(slots, start=first_page_index):
-            target[slot] = source[:, :, self._tokens_of(index)]
+        mine = self._pages(first_page_index, len(slots))
+        _copy(_by_layer(pool), mine, ((run, pages) for pages, run in _runs(slots)))
 
     def store_page(self, pool: torch.Tensor, slot: int, page_index: int) -> None:
         """Copies one completed page into `slot` of `pool`."""
         self.store_pages(pool, (slot,), page_index)
 
-    def _tokens_of(self, page_index: int) -> slice:
+    def _pages(self, first_page_index: int, count: int) -> torch.Tensor:
+        """A view of consecutive pages: `[layers, 2, pages, page_tokens, kv_heads, head_dim]`."""
         page_tokens = self._layout.page_tokens
-        begin = page_index * page_tokens
-        assert 0 <= begin <= self.tokens - page_tokens, "the page is outside the range"
-        return slice(begin, begin + page_tokens)
+        begin, end = (page * page_tokens for page in (first_page_index, first_page_index + count))
+        assert 0 <= begin <= end <= self.tokens, "the pages are outside the range"
+        kv = self.kv[:, :, begin:end]
+        return kv.view(*kv.shape[:2], count, page_tokens, *kv.shape[3:])
 
 
 class WorkingCopyPool:
@@ -179,6 +167,31 @@ class WorkingCopyPool:
                 merged[start] = tokens
                 last = start
         self._free = merged
+
+
+def _runs(slots: Sequence[int] | Slots) -> Iterator[tuple[slice, slice]]:
+    """Pages by their place among `slots`, and the slots they have, where these are neighbours."""
+    slots = np.asarray(slots)
+    begins = np.flatnonzero(np.diff(slots, prepend=-2) != 1).tolist()
+    for begin, end in itertools.pairwise((*begins, slots.size)):
+        yield slice(begin, end), slice(int(slots[begin]), int(slots[begin]) + end - begin)
+
+
+def _copy(
+    target: torch.Tensor, source: torch.Tensor, places: Iterable[tuple[slice, slice]]
+) -> None:
+    """Copies pages, the third dimension of both: where to, where from."""
+    target_vectors, source_vectors = _head_vectors(target), _head_vectors(source)
+    for into, out_of in places:
+        if into.stop - into.start >= _PAGES_FOR_A_TEAM:
+            target[:, :, into].copy_(source[:, :, out_of])
+        else:
+            target_vectors[:, :, into] = source_vectors[:, :, out_of]
+
+
+def _by_layer(pool: torch.Tensor) -> torch.Tensor:
+    """Pages as a pool has them, in the order of dimensions of a working copy's pages."""
+    return pool.permute(1, 2, 0, 3, 4, 5)
 
 
 def _head_vectors(kv: torch.Tensor) -> npt.NDArray[Any]:
