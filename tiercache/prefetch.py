@@ -113,10 +113,6 @@ class Prefetcher:
         reading: PageIds = pages[state == int(SlotState.FILLING)]
         return reading
 
-    def is_under_way(self, request_id: str) -> bool:
-        """Whether pages for this request are being read right now."""
-        return bool(self.reading(request_id).size)
-
     def begun_pages(self, request_id: str) -> int:
         return int(self._pages.get(request_id, _NO_PAGES).size)
 

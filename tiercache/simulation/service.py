@@ -148,7 +148,7 @@ class Service:
         return True
 
     def _is_prefetched(self, request: Request) -> bool:
-        return self._prefetcher.is_under_way(str(request.serial))
+        return bool(self._prefetcher.reading(str(request.serial)).size)
 
     def _waits_for_reads(self, request: Request) -> bool:
         """A queued request does better to wait for what is read ahead for it, and mostly does."""
