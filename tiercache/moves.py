@@ -16,16 +16,7 @@ from tiercache.gate import MOVES_SIDE_BY_SIDE
 from tiercache.layers import LayerArrivals
 from tiercache.metrics import CacheCounters, Histogram, MoveOutcome
 from tiercache.records import PageNames
-from tiercache.transfer import (
-    Completion,
-    Erase,
-    Hop,
-    Job,
-    Move,
-    PageOutcome,
-    Transfers,
-    leads_to_device,
-)
+from tiercache.transfer import Completion, Erase, Hop, Job, Move, PageOutcome, Transfers
 from tiercache.types import PageIds, Tier
 
 
@@ -145,8 +136,8 @@ class MoveBook:
         """Pages of which a load that starts now would have to await the moves, by the tier they
         come from: all but those of `beside`, and of what is read ahead only what may have begun."""
         up = [move for move in self.moves() if move.target < move.source]
-        ahead = [move for move in up if not leads_to_device(move)]
-        moves = [move for move in up if leads_to_device(move)] + ahead[:MOVES_SIDE_BY_SIDE]
+        ahead = [move for move in up if move.target is Tier.HOST]
+        moves = self.loads() + ahead[:MOVES_SIDE_BY_SIDE]
         if not moves:
             return {}
         sources = np.repeat([int(move.source) for move in moves], [m.pages.size for m in moves])

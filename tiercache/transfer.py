@@ -271,28 +271,28 @@ def reads_disk(job: Job) -> bool:
     return isinstance(job, Move) and job.source is Tier.DISK
 
 
-def leads_to_device(job: Job) -> bool:
-    """Whether a request that was admitted waits for the job, and not one that is queued."""
-    return isinstance(job, Move) and job.target is Tier.DEVICE
+def is_awaited_read(job: Job) -> bool:
+    """Whether an admitted request waits for the job, a read from DISK; others are read ahead."""
+    return isinstance(job, Move) and job.source is Tier.DISK and job.target is Tier.DEVICE
+
+
+def line_up(jobs: deque[Job], job: Job) -> None:
+    """Adds `job` to those that wait: last, but before what is read ahead if it is awaited."""
+    place = sum(map(is_awaited_read, jobs)) if is_awaited_read(job) else len(jobs)
+    jobs.insert(place, job)
 
 
 class Lane:
-    """Jobs of one kind in the order of submission, for one worker or several; with `comes_first`,
-    those it is true of before all others."""
+    """Jobs of one kind for one worker or several, in the order of submission but for `line_up`."""
 
-    def __init__(self, comes_first: Callable[[Job], bool] | None = None) -> None:
-        self._comes_first = comes_first
+    def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
 
     def put(self, job: Job) -> None:
-        first = self._comes_first
         with self._changed:
-            place = len(self._jobs)
-            if first is not None and first(job):
-                place = sum(1 for waiting in self._jobs if first(waiting))
-            self._jobs.insert(place, job)
+            line_up(self._jobs, job)
             self._changed.notify()
 
     def take(self) -> Job | None:
@@ -348,7 +348,7 @@ class ThreadedTransfers:
 
     Kinds of work do not wait for each other: a slow disk holds up no copy between memories, and a
     long write holds up no read. Writes and erases keep their order, since one thread does both.
-    Reads that lead to DEVICE go before those that are made ahead of need.
+    What an admitted request waits for is read before what is read ahead.
     `wake` is called from a worker after each completion.
     """
 
@@ -358,7 +358,7 @@ class ThreadedTransfers:
         self._carrier = carrier
         self._wake = wake
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-        self._copies, self._writes, self._reads = Lane(), Lane(), Lane(leads_to_device)
+        self._copies, self._writes, self._reads = Lane(), Lane(), Lane()
         self._threads = [
             threading.Thread(target=work, name=f"tiercache-{name}", daemon=True)
             for name, work in [

@@ -25,6 +25,7 @@ from tiercache.transfer import (
     Job,
     Move,
     PageOutcome,
+    line_up,
     reads_disk,
     writes_disk,
 )
@@ -76,7 +77,7 @@ class SimulatedTransfers:
         self._newest_done = 0
 
     def submit(self, job: Job) -> None:
-        self._lanes[_lane(job)].append(job)
+        line_up(self._lanes[_lane(job)], job)
 
     def cancel(self, job: Job) -> bool:
         lane = self._lanes[_lane(job)]
