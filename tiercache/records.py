@@ -20,7 +20,8 @@ class PageNames:
 
     def records_of(self, pages: PageIds) -> tuple[PageRecord, ...]:
         """What DISK is to know about each of `pages`."""
-        return tuple(self._record(page) for page in pages.tolist())
+        keys: dict[int, bytes] = {}
+        return tuple(self._record(page, keys) for page in pages.tolist())
 
     def key_of(self, page: int) -> bytes:
         """The key of one page. Those of its ancestors are computed with it, each once."""
@@ -41,13 +42,17 @@ class PageNames:
         root_name = self._tree.root_name
         return tuple(self.key_of(p) for p in pages.tolist() if root_name(p)[1] == generation)
 
-    def _record(self, page: int) -> PageRecord:
+    def _record(self, page: int, keys: dict[int, bytes]) -> PageRecord:
+        """`keys` holds those of pages asked for with it, often one another's parents, and gets its
+        own."""
         namespace, generation = self._tree.root_name(page)
         catalog = self._catalog
         parent = int(catalog.parent[page])
+        above = root_key(namespace) if parent == NO_PAGE else keys.get(parent)
+        keys[page] = self.key_of(page)
         return PageRecord(
-            key=self.key_of(page),
-            parent=root_key(namespace) if parent == NO_PAGE else self.key_of(parent),
+            key=keys[page],
+            parent=above or self.key_of(parent),
             namespace=namespace,
             tokens=self._tree.page_at(page).astype("<i4", copy=False).tobytes(),
             depth=int(catalog.depth[page]),

@@ -5,7 +5,8 @@ that is evicted first is skipped, and counted. Only pages of open moves are pinn
 few of those at a time, so a slow disk never pins a faster tier full.
 
 A page goes to DISK only behind all its ancestors, from whatever READY copy each of them has, so
-that every record's parent is on DISK (I10). One thread writes, in the order of submission.
+that every record's parent is on DISK (I10). While a page is on its way to HOST it waits, since from
+there it is written without another copy. One thread writes, in the order of submission.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _REASONS = {
     PageOutcome.OLD_GENERATION: DropReason.OLD_GENERATION,
     PageOutcome.OFFLINE: DropReason.OFFLINE,
 }
-_READY = int(SlotState.READY)
+_FILLING, _READY = int(SlotState.FILLING), int(SlotState.READY)
 _MAY_COME_AGAIN = {PageOutcome.OFFLINE, PageOutcome.NO_SPACE}
 
 
@@ -124,7 +125,7 @@ class WriteQueue:
             self._counters.dropped_writes[reason] += pages
 
     def _is_coming(self, page: int) -> bool:
-        return bool(self._catalog.tiers[self.tier].state[page] == int(SlotState.FILLING))
+        return bool(self._catalog.tiers[self.tier].state[page] == _FILLING)
 
     def forget(self, page: int) -> None:
         """The page is no more."""
@@ -140,7 +141,7 @@ class WriteQueue:
         if self._wanted and self._is_offline():
             self._counters.dropped_writes[DropReason.OFFLINE] += len(self._wanted)
             self._wanted.clear()
-        while self._wanted and self._in_flight < self._open_moves:
+        while self._wanted and self._in_flight < self._open_moves and not self._is_nearing():
             affordable = self._admission.pages_now()
             if not affordable:
                 break
@@ -198,8 +199,8 @@ class WriteQueue:
     def _hold(self, pages: PageIds) -> PageIds:
         """Pins `pages` and their parents, for the caller to unpin: making room must evict neither
         what is about to be read nor what it will hang below."""
-        parents = self._catalog.parent[pages]
-        held: PageIds = np.unique(np.concatenate((pages, parents[parents != NO_PAGE])))
+        either = {*pages.tolist(), *self._catalog.parent[pages].tolist()} - {NO_PAGE}
+        held: PageIds = np.array(sorted(either), np.int32)
         self._catalog.pin(held)
         return held
 
@@ -261,7 +262,7 @@ class WriteQueue:
         batch: dict[int, None] = {}
         capacity_pages = max(1, self._catalog.tiers[self.tier].capacity_pages)
         limit = min(self._pages_per_move, capacity_pages, affordable)
-        while self._wanted and len(batch) < limit:
+        while self._wanted and len(batch) < limit and not self._is_nearing():
             page = next(iter(self._wanted))
             chain = self._chain(page, batch)
             if chain is None:
@@ -276,6 +277,16 @@ class WriteQueue:
                 self._put_back(chain[limit:])
                 break
         return np.array(list(batch), np.int32)
+
+    def _is_nearing(self) -> bool:
+        """Whether the next page is on its way to a tier nearer than those it can be read from."""
+        page = next(iter(self._wanted))
+        for columns in self._faster[:-1]:
+            if columns.state[page] == _FILLING:
+                return True
+            if columns.state[page] == _READY:
+                return False
+        return False
 
     def _chain(self, page: int, batch: dict[int, None]) -> list[int] | None:
         """What has to be written for `page`, roots first; None when it cannot be written."""

@@ -63,6 +63,29 @@ def test_what_goes_to_disk_is_read_from_the_nearest_tier_that_has_it() -> None:
     rig.assert_sound()
 
 
+@pytest.mark.parametrize(
+    ("fault", "source"), [(None, Tier.HOST), (PageOutcome.FAILED, Tier.DEVICE)]
+)
+def test_what_is_on_its_way_to_host_goes_to_disk_from_there_unless_it_does_not_arrive(
+    fault: PageOutcome | None, source: Tier
+) -> None:
+    rig = rig_with_disk(SimulatedStore(16), host=16)
+    rig.store_prompt(prompt(1))
+    pages = rig.cache.tree.match(N, 0, prompt(1)).pages
+    rig.cache.tick()
+    assert {move.target for move in rig.transfers.waiting} == {Tier.HOST}
+
+    while rig.transfers.waiting:
+        rig.transfers.run(fault=fault)
+    rig.cache.tick()
+
+    to_disk = [move for move in rig.transfers.waiting if move.target is Tier.DISK]
+    assert {move.source for move in to_disk} == {source}
+    rig.settle()
+    assert rig.cache.catalog.ready_on(Tier.DISK, pages).all()
+    rig.assert_sound()
+
+
 def test_a_page_that_becomes_hot_while_it_is_written_down_stays() -> None:
     rig = CacheRig({Tier.DEVICE: 5, Tier.HOST: 8})
     rig.store_prompt(prompt(1, 17))
