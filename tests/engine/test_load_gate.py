@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from engine.api import Finished
 from engine.loading import LoadWatch
+from engine.runner import Segment
 from tests.engine.conftest import MakeRig, Rig, prompt
 from tiercache import reckoning
 from tiercache.cache import TierCache
@@ -87,7 +89,7 @@ def test_what_was_measured_as_slow_is_computed_and_booked_as_such(make_rig: Make
 
 
 def test_behind_an_earlier_prompt_is_loaded_what_alone_would_be_computed_in_part(
-    make_rig: MakeRig,
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(
         host=4096,
@@ -102,10 +104,20 @@ def test_behind_an_earlier_prompt_is_loaded_what_alone_would_be_computed_in_part
     alone = gate.decide(np.full(93, int(Tier.DISK), np.int8), 1500, now)
     assert alone.choice is Choice.MEET
 
+    runner = rig.engine._turns._runner
+    forward, computes, goes_on = runner.forward, threading.Event(), threading.Event()
+
+    def first_waits(segments: Sequence[Segment]) -> torch.Tensor:
+        computes.set()
+        assert goes_on.wait(30)
+        return forward(segments)
+
+    monkeypatch.setattr(runner, "forward", first_waits)
     earlier = rig.ask(prompt(2, 2000))
-    while not rig.engine.snapshot().requests_running:
-        time.sleep(0.001)
-    end = rig.answer(prompt(1, 1500))
+    assert computes.wait(30)
+    later = rig.ask(prompt(1, 1500))
+    goes_on.set()
+    end = later.wait()
 
     assert end.token_ids == computed.token_ids
     assert end.usage.loading is not None
