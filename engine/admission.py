@@ -202,7 +202,7 @@ class Admission:
             because=active.give_up,
             store=active.request.keep.store,
             tenant=active.request.tenant,
-            busy_seconds=self._speed.seconds_before(active, self._roster.admitted),
+            busy=self._speed.before(active, self._roster.admitted),
         )
         active.is_over_quota = lease is Room.QUOTA
         active.is_kept_out = lease in (Room.NONE, Room.QUOTA) and self._is_kept_out(active)

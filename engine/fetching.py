@@ -92,10 +92,8 @@ class Fetching:
         lease = active.lease
         assert lease is not None
         first = self._cache.in_place(lease, active.computed_tokens // self._cache.page_tokens)
-        busy_seconds = self._speed.seconds_before(active, self._roster.admitted)
-        decision = self._cache.weigh_again(
-            lease, first, is_overdue=is_overdue, busy_seconds=busy_seconds
-        )
+        busy = self._speed.before(active, self._roster.admitted)
+        decision = self._cache.weigh_again(lease, first, is_overdue=is_overdue, busy=busy)
         self._expect(active, decision, is_overdue=is_overdue)
         if decision is None or not decision.front_pages:
             return

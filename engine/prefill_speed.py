@@ -6,16 +6,18 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from engine.request import Active, State
-from engine.scheduler import Work
+from engine.scheduler import SHORT_PART, Work
 from engine.warmup import Timed
 from tiercache.cache import TierCache
+from tiercache.gate import IDLE, Busy
 
 
 class PrefillSpeed:
     """Tells the cache's gate, which knows positions, too. Engine thread only."""
 
-    def __init__(self, cache: TierCache) -> None:
+    def __init__(self, cache: TierCache, prefill_chunk_tokens: int) -> None:
         self._cache = cache
+        self._short_tokens = prefill_chunk_tokens // SHORT_PART
         self.seconds_per_token = 0.0
         """What a prompt token costs; 0 until something was computed."""
 
@@ -37,19 +39,19 @@ class PrefillSpeed:
             position = work[0].active.computed_tokens - prompt_tokens
             self._cache.gate.prefill.saw(position, prompt_tokens, seconds)
 
-    def seconds_before(self, active: Active, admitted: Iterable[Active]) -> float:
+    def before(self, active: Active, admitted: Iterable[Active]) -> Busy:
         """How long prompts are computed before `active`'s comes: those of its tenant that are
-        `admitted` before it, as the steps have them. 0 where nobody weighs that."""
+        `admitted` before it, as the steps have them. Nothing where nobody weighs that."""
         gate, page_tokens = self._cache.gate, self._cache.page_tokens
         if gate is None:
-            return 0.0
-        before = itertools.takewhile(lambda other: other is not active, admitted)
-        return sum(
+            return IDLE
+        seconds = sum(
             gate.compute_seconds(
                 other.computed_tokens // page_tokens, other.compute_until_tokens // page_tokens
             )
-            for other in before
+            for other in itertools.takewhile(lambda other: other is not active, admitted)
             if other.request.tenant == active.request.tenant
             and other.state is State.RUNNING
             and not other.is_decoding
         )
+        return Busy(seconds, self._short_tokens)

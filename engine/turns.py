@@ -59,7 +59,7 @@ class Turns:
         workplace = Workplace(cache, prefetcher, working_copies, settings, clock)
         prefixes = Prefixes(cache, device_pool, settings.fetch_deadline_seconds)
         self.counters = workplace.counters
-        self._speed = PrefillSpeed(cache)
+        self._speed = PrefillSpeed(cache, settings.prefill_chunk_tokens)
         self._roster = Roster(workplace)
         self._fetching = Fetching(workplace, self._roster, prefixes, self._speed)
         self._admission = Admission(workplace, self._roster, self._fetching, self._speed)

@@ -26,7 +26,7 @@ from tiercache.explain.ghosts import GhostList
 from tiercache.explain.namespaces import NamespaceBook
 from tiercache.explain.reasons import Reasons
 from tiercache.forgetting import Forgetter
-from tiercache.gate import Decision, LoadGate
+from tiercache.gate import IDLE, Busy, Decision, LoadGate
 from tiercache.lease import Fetch, Follow, Lease, Room
 from tiercache.loads import Loads
 from tiercache.metrics import CacheCounters, CacheSnapshot, HitWindow
@@ -162,7 +162,7 @@ class TierCache:
         because: MissReason | None = None,
         store: bool = True,
         tenant: str = "",
-        busy_seconds: float = 0.0,
+        busy: Busy = IDLE,
     ) -> Lease | Room:
         """Opens a lease on `tokens` (int32 `[n]`, n ≥ 1), or says when room may come.
 
@@ -171,9 +171,9 @@ class TierCache:
         `fetch` false only pages that are on DEVICE already are used, and `because` is the reason
         booked for the others. With `store` false nothing will be inserted, and the lease has no
         pages but those that are stored, unless requests are computed in their pages. What it fills
-        counts for `tenant`; see `tenants`. For `busy_seconds` other prompts are computed first.
+        counts for `tenant`; see `tenants`. `busy` says how long others compute.
         """
-        return leasing.acquire(self, namespace, tokens, fetch, because, store, tenant, busy_seconds)
+        return leasing.acquire(self, namespace, tokens, fetch, because, store, tenant, busy)
 
     def fetch_state(self, lease: Lease) -> Fetch:
         """Whether the lease's prefix has arrived on DEVICE. FAILED: release it and acquire anew."""
@@ -192,14 +192,14 @@ class TierCache:
         from_page: int,
         *,
         is_overdue: bool = False,
-        busy_seconds: float = 0.0,
+        busy: Busy = IDLE,
     ) -> Decision | None:
         """What would be decided on the lease's prefix now, with what has come and been measured
         since; its first `from_page` pages are in place. None where nothing is weighed. What
-        `is_overdue` tells how slow its tiers are at least. `busy_seconds` as for `acquire`."""
+        `is_overdue` tells how slow its tiers are at least. `busy` as for `acquire`."""
         if is_overdue and self.gate is not None:
             leasing.overdue(self, lease)
-        return leasing.weigh_again(self, lease, from_page, busy_seconds)
+        return leasing.weigh_again(self, lease, from_page, busy)
 
     def in_place(self, lease: Lease, first_page: int) -> int:
         """How many pages of the lease's stored prefix are on DEVICE without a gap, of which

@@ -49,6 +49,18 @@ _LEAST_PAGE_SECONDS = 1e-9
 Seconds = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """For `seconds` other prompts are computed first; who has at most `short_tokens` left to
+    compute does not wait for them."""
+
+    seconds: float = 0.0
+    short_tokens: int = 0
+
+
+IDLE = Busy()
+
+
 class Choice(StrEnum):
     """What was decided on a stored prefix, in words."""
 
@@ -124,23 +136,23 @@ class _Costs:
     """Seconds for a prefix of n pages, by page index k from 0 to n, float64 `[n + 1]`.
 
     Until its first k pages have come, until those from k on have, and to compute all tokens of the
-    prompt from page k on; nothing of it is computed before `busy_seconds` have passed.
+    prompt from page k on, which begins only when others have been computed for `busy`.
     """
 
     head: Seconds
     tail: Seconds
     compute: Seconds
-    busy_seconds: float
+    busy: Seconds
 
     @property
     def cuts(self) -> Seconds:
         """Until the first token, with the first k pages loaded and all others computed then."""
-        return np.maximum(self.head, self.busy_seconds) + self.compute
+        return np.maximum(self.head, self.busy) + self.compute
 
     def meeting(self, start: int) -> tuple[Seconds, Seconds]:
         """With the first `start` pages loaded, those up to k computed and the rest loaded
         meanwhile, for k from `start`: until all that is in place, and until the first token."""
-        began = max(self.head[start], self.busy_seconds)
+        began = max(self.head[start], self.busy[0])
         computed = began + self.compute[start] - self.compute[start:]
         joined = np.maximum(computed, self.tail[start:])
         return joined, joined + self.compute[-1]
@@ -160,12 +172,12 @@ class LoadGate:
         prompt_tokens: int,
         now_seconds: float,
         queued_pages: Mapping[Tier, int] | None = None,
-        busy_seconds: float = 0.0,
+        busy: Busy = IDLE,
     ) -> Decision:
         """What to load of a prefix whose pages come from `sources` (tier values, int8).
 
-        `queued_pages` are other pages, whose loads from a tier come before, and for `busy_seconds`
-        other prompts are computed before. A tier never loaded from, or not for `STALE_SECONDS`,
+        `queued_pages` are other pages, whose loads from a tier come before, and `busy` says for how
+        long other prompts are computed. A tier never loaded from, or not for `STALE_SECONDS`,
         counts as fast: it is measured by using it.
         """
         self.speeds.forget_stale(now_seconds)
@@ -173,7 +185,7 @@ class LoadGate:
         if not self.prefill.is_known or not (sources != int(Tier.DEVICE)).any():
             return Decision(pages, pages)
         queued = queued_pages or {}
-        costs = self._costs(sources, prompt_tokens, queued, busy_seconds)
+        costs = self._costs(sources, prompt_tokens, queued, busy)
         cuts = costs.cuts
         best = pages - int(np.argmin(cuts[::-1]))  # among equals, the one that loads most
         cut = replace(
@@ -193,7 +205,7 @@ class LoadGate:
         prompt_tokens: int,
         now_seconds: float,
         queued_pages: Mapping[Tier, int] | None = None,
-        busy_seconds: float = 0.0,
+        busy: Busy = IDLE,
     ) -> Decision:
         """How far to compute a prefix that is loading from its tail on, and whose first
         `from_page` pages are in place; with no `front_pages` it is better waited for. The rest is
@@ -202,9 +214,9 @@ class LoadGate:
         if not self.prefill.is_known:
             return Decision(int(sources.size), int(sources.size))
         queued = queued_pages or {}
-        costs = self._costs(sources, prompt_tokens, queued, busy_seconds)
+        costs = self._costs(sources, prompt_tokens, queued, busy)
         load_seconds = float(costs.tail[from_page])
-        load_all_seconds = max(load_seconds, busy_seconds) + float(costs.compute[-1])
+        load_all_seconds = float(max(load_seconds, costs.busy[-1]) + costs.compute[-1])
         wait = replace(
             self._frame(sources, costs, queued),
             load_seconds=load_seconds,
@@ -272,7 +284,7 @@ class LoadGate:
         sources: npt.NDArray[np.int8],
         prompt_tokens: int,
         queued_pages: Mapping[Tier, int],
-        busy_seconds: float,
+        busy: Busy,
     ) -> _Costs:
         """Tiers load side by side, and what is not known costs nothing."""
         pages = int(sources.size)
@@ -286,7 +298,8 @@ class LoadGate:
             tail = np.maximum(tail, np.where(behind > 0, (behind + ahead) * cost, 0.0))
         starts = np.arange(pages + 1, dtype=np.float64) * self._page_tokens
         compute = self.prefill.seconds(starts, float(prompt_tokens))
-        return _Costs(head, tail, compute, busy_seconds)
+        waits = prompt_tokens - starts > busy.short_tokens
+        return _Costs(head, tail, compute, np.where(waits, busy.seconds, 0.0))
 
 
 def _is_gain(met: Decision, other_seconds: float) -> bool:

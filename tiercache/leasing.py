@@ -12,7 +12,7 @@ import numpy as np
 
 from tiercache import fronts, upkeep
 from tiercache.explain.spans import Detail
-from tiercache.gate import MOVES_SIDE_BY_SIDE, Decision
+from tiercache.gate import MOVES_SIDE_BY_SIDE, Busy, Decision
 from tiercache.lease import Books, Lease, LeaseState, Room, TokenBuffer
 from tiercache.reckoning import nothing_cached, reckon, slowest_usable, why_unusable
 from tiercache.tenants import NOBODY
@@ -33,7 +33,7 @@ def acquire(
     because: MissReason | None,
     store: bool,
     tenant: str,
-    busy_seconds: float,
+    busy: Busy,
 ) -> Lease | Room:
     """A lease on `tokens` (int32 `[n]`, n ≥ 1) with all the DEVICE slots it needs, or when there
     may be room; then nothing has changed."""
@@ -52,7 +52,7 @@ def acquire(
     decision = None
     if cache.gate is not None and (sources != int(Tier.DEVICE)).any():
         now, queued = cache.clock.now_seconds(), cache.moves.loading_pages(path)
-        decision = cache.gate.decide(sources, tokens.size, now, queued, busy_seconds)
+        decision = cache.gate.decide(sources, tokens.size, now, queued, busy)
         if decision.pages < path.size:
             path, sources = path[: decision.pages], sources[: decision.pages]
             if because is None:
@@ -89,9 +89,7 @@ def acquire(
     return lease
 
 
-def weigh_again(
-    cache: TierCache, lease: Lease, from_page: int, busy_seconds: float
-) -> Decision | None:
+def weigh_again(cache: TierCache, lease: Lease, from_page: int, busy: Busy) -> Decision | None:
     """What would be decided on the lease's prefix now, of which `from_page` pages are in place;
     None where nothing is weighed. Nor is it where the copy that a page came from is gone: what is
     under way, or being computed, is all there will be."""
@@ -103,7 +101,7 @@ def weigh_again(
     if (sources < 0).any():
         return None
     queued = cache.moves.loading_pages(prefix)
-    return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued, busy_seconds)
+    return cache.gate.meet(sources, from_page, lease.prompt_tokens, now, queued, busy)
 
 
 def overdue(cache: TierCache, lease: Lease) -> None:

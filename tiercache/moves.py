@@ -68,6 +68,7 @@ class MoveBook:
         payer: int | None = None,
         *,
         arrivals: LayerArrivals | None = None,
+        by_hand: bool = False,
     ) -> Move:
         """Opens a move of `pages` along `hops`. Every hop has room and every source copy is READY.
 
@@ -85,6 +86,7 @@ class MoveBook:
             hops=tuple(Hop(tier, self._catalog.begin_fill(tier, pages, payer)) for tier in hops),
             records=records,
             arrivals=arrivals,
+            by_hand=by_hand,
         )
         self._submit(move.serial, move)
         return move
@@ -133,11 +135,11 @@ class MoveBook:
         return [move for move in self.moves() if move.target is Tier.DEVICE]
 
     def loading_pages(self, beside: PageIds) -> dict[Tier, int]:
-        """Pages of which a load that starts now would have to await the moves, by the tier they
-        come from: all but those of `beside`, and of what is read ahead only what may have begun."""
+        """Pages of open moves that a load which starts now has before it, by the tier they come
+        from: all but those of `beside`, and but what is read by hand and has hardly begun."""
         up = [move for move in self.moves() if move.target < move.source]
-        ahead = [move for move in up if move.target is Tier.HOST]
-        moves = self.loads() + ahead[:MOVES_SIDE_BY_SIDE]
+        by_hand = [move for move in up if move.by_hand]
+        moves = [move for move in up if not move.by_hand] + by_hand[:MOVES_SIDE_BY_SIDE]
         if not moves:
             return {}
         sources = np.repeat([int(move.source) for move in moves], [m.pages.size for m in moves])

@@ -68,13 +68,19 @@ class Prefetcher:
         self._announced[request_id] = (announcement, payer)
 
     def begin(
-        self, request_id: str, namespace: bytes, tokens: Tokens, payer: int | None = None
+        self,
+        request_id: str,
+        namespace: bytes,
+        tokens: Tokens,
+        payer: int | None = None,
+        *,
+        by_hand: bool = False,
     ) -> None:
         """Starts reading what `request_id` will need from DISK; later calls for it do nothing.
 
         Where there was neither budget nor room for a single page, it is tried again once some
-        budget has come back. `payer` is the index of the tenant for whom the copies count, where
-        nothing was announced for the request.
+        budget has come back. What is read `by_hand` counts for the tenant with index `payer`, and
+        everybody else's reads go first.
         """
         if request_id in self._pages or not self._budget_pages:
             return
@@ -92,7 +98,7 @@ class Prefetcher:
         for batch in batches(fits, self._cache.settings.pages_per_move):
             if self._cache.room.make(Tier.HOST, batch.size, payer) is not Room.NOW:
                 break
-            self._cache.moves.start(batch, Tier.DISK, (Tier.HOST,), payer)
+            self._cache.moves.start(batch, Tier.DISK, (Tier.HOST,), payer, by_hand=by_hand)
             begun.append(batch)
         self._cache.catalog.unpin(fits)
         if not begun and cold.size:

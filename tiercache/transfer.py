@@ -56,6 +56,7 @@ class Move:
     """A batch copy. `records` names the pages durably and is there when DISK takes part.
 
     With `arrivals` the copy, of one hop, may go layer group by layer group and say so as it goes.
+    Nobody has asked yet for what is read `by_hand`, so it lets all others go first.
     """
 
     serial: int
@@ -65,6 +66,7 @@ class Move:
     hops: tuple[Hop, ...]
     records: tuple[PageRecord, ...] = ()
     arrivals: LayerArrivals | None = None
+    by_hand: bool = False
 
     @property
     def target(self) -> Tier:
@@ -271,15 +273,16 @@ def reads_disk(job: Job) -> bool:
     return isinstance(job, Move) and job.source is Tier.DISK
 
 
-def is_awaited_read(job: Job) -> bool:
-    """Whether an admitted request waits for the job, a read from DISK; others are read ahead."""
-    return isinstance(job, Move) and job.source is Tier.DISK and job.target is Tier.DEVICE
-
-
 def line_up(jobs: deque[Job], job: Job) -> None:
-    """Adds `job` to those that wait: last, but before what is read ahead if it is awaited."""
-    place = sum(map(is_awaited_read, jobs)) if is_awaited_read(job) else len(jobs)
+    """Adds `job` to those that wait: last, but before what is read by hand."""
+    place = len(jobs)
+    if not is_by_hand(job):
+        place -= sum(map(is_by_hand, jobs))
     jobs.insert(place, job)
+
+
+def is_by_hand(job: Job) -> bool:
+    return isinstance(job, Move) and job.by_hand
 
 
 class Lane:
@@ -348,7 +351,7 @@ class ThreadedTransfers:
 
     Kinds of work do not wait for each other: a slow disk holds up no copy between memories, and a
     long write holds up no read. Writes and erases keep their order, since one thread does both.
-    What an admitted request waits for is read before what is read ahead.
+    What requests will need is read before what is read by hand.
     `wake` is called from a worker after each completion.
     """
 

@@ -39,7 +39,7 @@ def warm(
     cold = prefetcher.only_on_disk(path)
     books = cache.catalog.tenants
     payer = None if books is None else books.index(tenant)
-    prefetcher.begin(_BY_HAND, namespace, tokens, payer)
+    prefetcher.begin(_BY_HAND, namespace, tokens, payer, by_hand=True)
     reading = prefetcher.begun_pages(_BY_HAND)
     page = cache.page_tokens
     return Warmed(

@@ -5,8 +5,8 @@ that is evicted first is skipped, and counted. Only pages of open moves are pinn
 few of those at a time, so a slow disk never pins a faster tier full.
 
 A page goes to DISK only behind all its ancestors, from whatever READY copy each of them has, so
-that every record's parent is on DISK (I10). While a page is on its way to HOST it waits, since from
-there it is written without another copy. One thread writes, in the order of submission.
+that every record's parent is on DISK (I10). A page that comes next waits while it is on its way to
+HOST: from there it is written without another copy. One thread writes, in the order of submission.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.medium import Medium
-from tiercache.gate import MOVE_SHARE, Choice, LoadGate
+from tiercache.gate import MOVE_SHARE, Busy, Choice, LoadGate
 from tiercache.speeds import STALE_SECONDS, PrefillCost, TierSpeeds
 from tiercache.transfer import cut
 from tiercache.types import Tier
@@ -51,13 +51,23 @@ def test_a_long_queue_before_a_fast_tier_makes_computing_the_better_choice() -> 
 def test_while_earlier_prompts_are_computed_loading_costs_nothing() -> None:
     one = gate(page_seconds=0.02)  # 2 s to load all, 1.6 to compute it
     assert one.decide(DISK, 1650, 1.0).pages < 100 or one.decide(DISK, 1650, 1.0).front_pages
-    busy = one.decide(DISK, 1650, 1.0, busy_seconds=3.0)
+    busy = one.decide(DISK, 1650, 1.0, busy=Busy(3.0))
     assert (busy.pages, busy.front_pages) == (100, 0)
     assert busy.load_seconds == pytest.approx(2.0)
     assert busy.load_seconds + busy.compute_seconds == pytest.approx(3.05)
     assert busy.compute_all_seconds == pytest.approx(3.0 + 1.65)
     assert one.meet(DISK, 0, 1650, 1.0).front_pages > 0
-    assert one.meet(DISK, 0, 1650, 1.0, busy_seconds=3.0).front_pages == 0
+    assert one.meet(DISK, 0, 1650, 1.0, busy=Busy(3.0)).front_pages == 0
+
+
+def test_who_has_little_left_to_compute_does_not_wait_for_earlier_prompts() -> None:
+    one = gate(page_seconds=0.1)
+    stored, tokens = DISK[:3], 60
+    assert one.decide(stored, tokens, 1.0, busy=Busy(3.0)).pages == 3
+    assert one.decide(stored, tokens, 1.0, busy=Busy(3.0, short_tokens=64)).pages == 0
+    rest = one.decide(DISK, 1650, 1.0, busy=Busy(60.0, short_tokens=64))
+    assert rest.pages == 100
+    assert rest.load_seconds + rest.compute_seconds == pytest.approx(10.0 + 0.05)
 
 
 def test_a_tier_that_was_slow_is_tried_again_after_a_while() -> None:
@@ -120,7 +130,9 @@ def test_the_decision_is_never_worse_than_either_extreme(
     one.prefill.saw(0, 512, 512 * token)
     one.prefill.saw(2048, 512, 512 * token * 2)
     sources = np.array(tiers, np.int8)
-    decision = one.decide(sources, len(tiers) * 16 + 1 + tail, 1.0, {Tier.DISK: queued}, busy)
+    decision = one.decide(
+        sources, len(tiers) * 16 + 1 + tail, 1.0, {Tier.DISK: queued}, Busy(busy, 40)
+    )
     chosen = decision.load_seconds + decision.compute_seconds
     assert 0 <= decision.pages <= len(tiers)
     if (sources != 0).any():

@@ -234,21 +234,23 @@ def test_loads_that_no_worker_has_begun_are_taken_back_all_at_once(store: DiskSt
     rig.assert_sound()
 
 
-def test_a_load_has_before_it_other_loads_and_of_what_is_read_ahead_only_what_may_have_begun(
+def test_a_load_has_before_it_all_reads_but_those_by_hand_that_have_not_begun(
     store: DiskStore,
 ) -> None:
     tiers = {Tier.DEVICE: 64, Tier.HOST: 64, Tier.DISK: 128}
     rig = CacheRig(tiers, store=store, move_pages=2)
     nobody: PageIds = np.empty(0, np.intp)
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         stored(rig, prompt(seed, 8), Tier.DEVICE, Tier.HOST)
     assert rig.cache.moves.loading_pages(nobody) == {}
     warm(rig.cache, N, prompt(1, 8), 1.0)
     assert rig.cache.moves.loading_pages(nobody) == {Tier.DISK: 2 * 2}
+    Prefetcher(rig.cache, 1.0).begin("queued", N, prompt(3, 6))
+    assert rig.cache.moves.loading_pages(nobody) == {Tier.DISK: 2 * 2 + 6}
     lease = rig.cache.acquire(N, prompt(2, 8))
     assert isinstance(lease, Lease)
-    assert rig.cache.moves.loading_pages(nobody) == {Tier.DISK: 2 * 2 + 8}
-    assert rig.cache.moves.loading_pages(lease.page_range(0, 8)) == {Tier.DISK: 2 * 2}
+    assert rig.cache.moves.loading_pages(nobody) == {Tier.DISK: 2 * 2 + 6 + 8}
+    assert rig.cache.moves.loading_pages(lease.page_range(0, 8)) == {Tier.DISK: 2 * 2 + 6}
     rig.cache.release(lease)
     rig.settle()
     rig.assert_sound()

@@ -190,10 +190,9 @@ def copy_job(serial: int) -> Move:
     return Move(serial, slots(0), Tier.DEVICE, slots(0), (Hop(Tier.HOST, slots(serial)),))
 
 
-def read_job(serial: int, *through: Tier) -> Move:
-    """From DISK to HOST, or through other tiers."""
-    hops = tuple(Hop(tier, slots(0)) for tier in through or (Tier.HOST,))
-    return Move(serial, slots(0), Tier.DISK, slots(0), hops, (record(serial),))
+def read_job(serial: int, *, by_hand: bool = False) -> Move:
+    hops, records = (Hop(Tier.HOST, slots(0)),), (record(serial),)
+    return Move(serial, slots(0), Tier.DISK, slots(0), hops, records, by_hand=by_hand)
 
 
 @pytest.fixture
@@ -233,22 +232,19 @@ def test_one_kind_keeps_its_order_and_none_waits_for_another(bench: Bench) -> No
     assert [serial for serial in carrier.order if serial < 4] == [1, 2, 3]
 
 
-def test_what_is_read_ahead_holds_up_no_read_that_a_request_waits_for(bench: Bench) -> None:
+def test_what_is_read_by_hand_holds_up_nothing_that_requests_will_need(bench: Bench) -> None:
     carrier = GatedCarrier(bench)
     transfers = ThreadedTransfers(carrier, reader_threads=1)
-    transfers.submit(read_job(1))
+    jobs = [read_job(serial, by_hand=serial in (1, 2, 3)) for serial in range(1, 8)]
+    transfers.submit(jobs[0])
     assert carrier.entered.acquire(timeout=30)
-    transfers.submit(read_job(2))
-    transfers.submit(read_job(3))
-    transfers.submit(read_job(4, Tier.HOST, Tier.DEVICE))
-    transfers.submit(read_job(5, Tier.DEVICE))
-    withdrawn = read_job(6, Tier.DEVICE)
-    transfers.submit(withdrawn)
-    assert transfers.cancel(withdrawn)
-    for _ in range(5):
+    for job in jobs[1:]:
+        transfers.submit(job)
+    assert transfers.cancel(jobs[5])
+    for _ in range(6):
         carrier.gate.release()
     transfers.close()
-    assert carrier.order == [1, 4, 5, 2, 3]
+    assert carrier.order == [1, 4, 5, 7, 2, 3]
 
 
 def test_a_job_that_waits_can_be_taken_back_and_one_that_began_cannot(bench: Bench) -> None:

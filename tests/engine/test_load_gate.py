@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from tiercache import reckoning
 from tiercache.cache import TierCache
 from tiercache.gate import Choice, Decision, LoadGate
 from tiercache.metrics import PrefetchOutcome
-from tiercache.transfer import Completion, Job, Move
+from tiercache.transfer import Completion, Job, Move, reads_disk
 from tiercache.types import MissReason, Tier
 
 
@@ -104,15 +105,33 @@ def test_behind_an_earlier_prompt_is_loaded_what_alone_would_be_computed_in_part
     alone = gate.decide(np.full(93, int(Tier.DISK), np.int8), 1500, now)
     assert alone.choice is Choice.MEET
 
-    runner = rig.engine._turns._runner
-    forward, computes, goes_on = runner.forward, threading.Event(), threading.Event()
+    runner, transfers = rig.engine._turns._runner, rig.engine._cache._transfers
+    forward, submit, carry = runner.forward, transfers.submit, transfers._carrier.carry  # type: ignore[attr-defined]
+    computes, goes_on = threading.Event(), threading.Event()
+    reads: list[Job] = []
 
-    def first_waits(segments: Sequence[Segment]) -> torch.Tensor:
+    def submits(job: Job) -> None:
+        if reads_disk(job):
+            reads.append(job)
+        submit(job)
+
+    def carries(job: Job) -> Completion:
+        done: Completion = carry(job)
+        if reads_disk(job):
+            reads.remove(job)
+        return done
+
+    def waits(segments: Sequence[Segment]) -> torch.Tensor:
+        """The earlier prompt is still computed when all that the later one loads has come."""
         computes.set()
         assert goes_on.wait(30)
+        while reads:
+            time.sleep(0.001)
         return forward(segments)
 
-    monkeypatch.setattr(runner, "forward", first_waits)
+    monkeypatch.setattr(runner, "forward", waits)
+    monkeypatch.setattr(transfers, "submit", submits)
+    monkeypatch.setattr(transfers._carrier, "carry", carries)  # type: ignore[attr-defined]
     earlier = rig.ask(prompt(2, 2000))
     assert computes.wait(30)
     later = rig.ask(prompt(1, 1500))
