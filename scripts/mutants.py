@@ -458,8 +458,8 @@ MUTANTS = (
         "head-is-evicted-for-its-tail",
         "I10, making room",
         W,
-        "np.unique(np.concatenate((pages, parents[parents != NO_PAGE])))",
-        "pages",
+        "{*pages.tolist(), *self._catalog.parent[pages].tolist()} - {NO_PAGE}",
+        "{*pages.tolist()}",
     ),
     Mutant(
         "ancestors-are-put-ahead-for-ever",
@@ -594,6 +594,27 @@ MUTANTS = (
         C,
         "                self.on_evictable(columns.tier, loose)\n",
         "                pass\n",
+    ),
+    Mutant(
+        "warming-goes-first",
+        "what requests need is read first",
+        X,
+        "place -= sum(map(is_by_hand, jobs))",
+        "place -= 0",
+    ),
+    Mutant(
+        "written-down-from-device",
+        "DISK is written from HOST",
+        W,
+        "            if columns.state[page] == _FILLING:\n                return True\n",
+        "",
+    ),
+    Mutant(
+        "earlier-prompts-do-not-count",
+        "load or recompute",
+        "tiercache/gate.py",
+        "np.maximum(self.head, self.busy) + self.compute",
+        "self.head + self.compute",
     ),
 )
 
