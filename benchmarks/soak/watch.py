@@ -15,7 +15,9 @@ WARM_UP_SECONDS = 600
 """So long pools and tables of a process fill up; its memory is judged from there on."""
 LEAST_JUDGED_SECONDS = 600
 MOST_GROWTH_AN_HOUR = 0.05
-"""Memory is flat if the line through it rises by less than this share of its mean in an hour."""
+"""Memory is flat if it rises by less than this share of its mean in an hour ..."""
+MOST_RISE = 0.10
+"""... and at the end of all that time lies less than this share above where it was at first."""
 _BUSY = (429, 503)
 
 
@@ -79,9 +81,12 @@ def footprint(pid: int | None) -> dict[str, Any] | None:
 def judge_memory(
     minutes: list[dict[str, Any]], process: str, parts: tuple[str, ...] = ("own_mib", "shared_mib")
 ) -> dict[str, Any]:
-    """Whether the memory of `process` is flat, and by which figures: a least-squares line through
-    the sum of `parts`, over the longest life that the process had, after its warm-up.
+    """Whether the memory of `process` is flat, and by which figures: how fast the sum of `parts`
+    rises, over the longest life that the process had, after its warm-up.
 
+    That is the median of the slopes between any two moments (Theil and Sen's estimator). What grows
+    all the time grows between most of them; one step to a level that is then kept does not, and is
+    told by the medians of the first and the last quarter.
     `is_flat` is None where no life was long enough to judge.
     """
     lives: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -93,16 +98,25 @@ def judge_memory(
     verdict = {
         "is_flat": None,
         "most_growth_share_an_hour": MOST_GROWTH_AN_HOUR,
+        "most_rise_share": MOST_RISE,
         "lives": len(lives),
     }
     if len(points) < 3 or points[-1][0] - points[0][0] < LEAST_JUDGED_SECONDS:
         return verdict
     seconds, mib = np.array(points).T
-    slope_mib_an_hour = float(np.polyfit(seconds / 3600, mib, 1)[0])
+    first, second = np.triu_indices(len(points), 1)
+    apart = seconds[second] > seconds[first]
+    hours, rise_mib = (
+        values[second][apart] - values[first][apart] for values in (seconds / 3600, mib)
+    )
+    slope_mib_an_hour = float(np.median(rise_mib / hours))
     mean_mib = float(mib.mean())
+    quarter = -(-len(points) // 4)
+    rise_share = float(np.median(mib[-quarter:]) / np.median(mib[:quarter])) - 1
     return verdict | {
-        "is_flat": slope_mib_an_hour < MOST_GROWTH_AN_HOUR * mean_mib,
+        "is_flat": slope_mib_an_hour < MOST_GROWTH_AN_HOUR * mean_mib and rise_share < MOST_RISE,
         "slope_mib_an_hour": round(slope_mib_an_hour, 2),
+        "rise_share": round(rise_share, 3),
         "mean_mib": round(mean_mib, 1),
         "highest_mib": float(mib.max()),
         "from_seconds": points[0][0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,20 @@ def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(tmp_pat
     assert hits["host"] + hits["disk"] > 0
 
 
-def minutes(mib_a_minute: float, life_minutes: int = 60) -> list[dict[str, Any]]:
-    """An hour of a process that grows like that and starts anew after each of its lives."""
+def minutes(
+    mib_a_minute: float, life_minutes: int = 60, steps_mib: Mapping[int, float] | None = None
+) -> list[dict[str, Any]]:
+    """An hour of a process that grows like that, and by steps at some minutes, and starts anew
+    after each of its lives."""
+    steps = steps_mib or {}
     return [
         {
             "seconds": 60 * minute,
             "store": {
                 "pid": minute // life_minutes,
-                "own_mib": 500 + mib_a_minute * (minute % life_minutes),
+                "own_mib": 500
+                + mib_a_minute * (minute % life_minutes)
+                + sum(mib for when, mib in steps.items() if when <= minute),
                 "shared_mib": 64,
             },
         }
@@ -65,3 +72,11 @@ def test_memory_that_grows_is_not_flat() -> None:
     assert judge_memory(minutes(1, life_minutes=30), "store")["is_flat"] is False
     assert judge_memory(minutes(1, life_minutes=15), "store")["is_flat"] is None
     assert judge_memory(minutes(1)[:15], "store")["is_flat"] is None
+
+
+def test_memory_that_reached_its_level_in_one_step_is_flat_and_a_staircase_is_not() -> None:
+    assert judge_memory(minutes(0, steps_mib={20: 40}), "store")["is_flat"]
+    assert judge_memory(minutes(0, steps_mib={20: 80}), "store")["is_flat"] is False
+    assert judge_memory(minutes(0, steps_mib={25: 25, 45: 25}), "store")["is_flat"] is False
+    staircase = dict.fromkeys(range(0, 60, 6), 6.0)
+    assert judge_memory(minutes(0, steps_mib=staircase), "store")["is_flat"] is False
