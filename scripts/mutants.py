@@ -599,8 +599,8 @@ MUTANTS = (
         "warming-goes-first",
         "what requests need is read first",
         X,
-        "place -= sum(map(is_by_hand, jobs))",
-        "place -= 0",
+        "        place -= 1\n",
+        "        break\n",
     ),
     Mutant(
         "written-down-from-device",

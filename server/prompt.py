@@ -22,6 +22,11 @@ class PromptSource(Body):
     messages: Messages | None = None
     tokens: TokenList | None = None
 
+    @property
+    def given_forms(self) -> list[str]:
+        """Names of the forms that are there: one, unless something is wrong."""
+        return [name for name in PromptSource.model_fields if getattr(self, name) is not None]
+
 
 class SaltedPrompt(PromptSource):
     cache_salt: CacheSalt = ""
@@ -60,7 +65,7 @@ def chat_tokens(model: LoadedModel, messages: list[Message]) -> Tokens:
 
 def source_tokens(model: LoadedModel, source: PromptSource, prefix: str = "") -> Tokens:
     """Token ids of whichever one form `source` has. `prefix` leads field names in errors."""
-    given = [name for name in ("prompt", "messages", "tokens") if getattr(source, name) is not None]
+    given = source.given_forms
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
         message = f"give one of prompt, messages and tokens (found {found})"

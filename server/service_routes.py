@@ -71,7 +71,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
         if body.model is not None:
             here.require_model(body.model)
         found = source_tokens(here.engine.model, body)
-        _require_few(here.engine.model, len(found), _given_form(body))
+        _require_few(here.engine.model, len(found), body.given_forms[0])
         tokens: list[int] = found.tolist()
         return tokens
 
@@ -99,8 +99,3 @@ def _require_few(model: LoadedModel, count: int, param: str) -> None:
     most = max(_MOST_TOKENS, model.max_context_tokens)
     if count > most:
         raise bad_field(param, f"{count} tokens at once; at most {most} are taken")
-
-
-def _given_form(source: PromptSource) -> str:
-    """Name of the one field that holds the prompt."""
-    return next(name for name in PromptSource.model_fields if getattr(source, name) is not None)

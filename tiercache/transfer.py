@@ -276,8 +276,8 @@ def reads_disk(job: Job) -> bool:
 def line_up(jobs: deque[Job], job: Job) -> None:
     """Adds `job` to those that wait: last, but before what is read by hand."""
     place = len(jobs)
-    if not is_by_hand(job):
-        place -= sum(map(is_by_hand, jobs))
+    while not is_by_hand(job) and place and is_by_hand(jobs[place - 1]):
+        place -= 1
     jobs.insert(place, job)
 
 

@@ -25,7 +25,7 @@ from engine.scheduler import (
     take_turns,
 )
 from engine.text import StopMatcher
-from tests.engine.conftest import MakeRig, Rig, prompt
+from tests.engine.conftest import Answer, MakeRig, Rig, prompt
 from tiercache.clock import SystemClock
 from tiercache.metrics import PrefetchOutcome
 from tiercache.transfer import Completion, Move, PageOutcome, arrivals_of
@@ -180,17 +180,28 @@ def test_a_lone_prompt_gets_a_larger_step(tokens: int, budget: int) -> None:
     assert item.tokens == min(ALONE_FACTOR * budget, tokens)
 
 
+def with_one_running(make_rig: MakeRig, *stored: np.ndarray, **sections: Any) -> tuple[Rig, Answer]:
+    """An engine that runs one request at a time and does, with `stored` on DISK only."""
+    rig = make_rig(
+        device=2048,
+        host=2048,
+        disk=100_000,
+        engine={"max_running_requests": 1},
+        chunk=16,
+        **sections,
+    )
+    for tokens in stored:
+        rig.answer(tokens)
+    rig.evict(Tier.DEVICE, Tier.HOST)
+    running = rig.ask(prompt(99, 600), max_tokens=200)
+    assert running.started.wait(30)
+    return rig, running
+
+
 def test_what_a_queued_request_needs_from_disk_is_on_host_when_it_starts(
     make_rig: MakeRig,
 ) -> None:
-    rig = make_rig(
-        device=2048, host=2048, disk=100_000, engine={"max_running_requests": 1}, chunk=16
-    )
-    rig.answer(prompt(1, 321))
-    rig.evict(Tier.DEVICE, Tier.HOST)
-
-    running = rig.ask(prompt(2, 600), max_tokens=200)
-    assert running.started.wait(30)
+    rig, running = with_one_running(make_rig, prompt(1, 321))
     queued = rig.ask(prompt(1, 321))
     end = queued.wait()
     running.wait()
@@ -202,22 +213,12 @@ def test_what_a_queued_request_needs_from_disk_is_on_host_when_it_starts(
 
 
 def test_reading_ahead_goes_in_the_order_of_admission(make_rig: MakeRig) -> None:
-    rig = make_rig(
-        device=2048,
-        host=2048,
-        disk=100_000,
-        engine={"max_running_requests": 1},
-        cache={"prefetch": {"queue_budget_fraction": 640 / 2048}},  # enough for the longer one
-        chunk=16,
-    )
-    rig.answer(prompt(1, 161))
-    rig.answer(prompt(2, 641))
-    rig.evict(Tier.DEVICE, Tier.HOST)
-    running = rig.ask(prompt(3, 600), max_tokens=200)
-    assert running.started.wait(30)
+    short, long = prompt(1, 161), prompt(2, 641)
+    enough_for_long = {"prefetch": {"queue_budget_fraction": 640 / 2048}}
+    rig, running = with_one_running(make_rig, short, long, cache=enough_for_long)
     both_are_in = threading.Event()
     held = rig.engine.call(lambda _: both_are_in.wait(30))
-    shorter, longer = rig.ask(prompt(1, 161)), rig.ask(prompt(2, 641))
+    shorter, longer = rig.ask(short), rig.ask(long)
     both_are_in.set()
     assert held.result(30)
     assert longer.wait().usage.hit_tokens == {Tier.HOST: 640}
@@ -229,13 +230,7 @@ def test_reading_ahead_goes_in_the_order_of_admission(make_rig: MakeRig) -> None
 def test_a_queued_request_that_leaves_wastes_what_was_read_for_it_and_says_so(
     make_rig: MakeRig,
 ) -> None:
-    rig = make_rig(
-        device=2048, host=2048, disk=100_000, engine={"max_running_requests": 1}, chunk=16
-    )
-    rig.answer(prompt(1, 321))
-    rig.evict(Tier.DEVICE, Tier.HOST)
-    running = rig.ask(prompt(2, 600), max_tokens=200)
-    assert running.started.wait(30)
+    rig, running = with_one_running(make_rig, prompt(1, 321))
     queued = rig.ask(prompt(1, 321))
     while not rig.engine.snapshot().cache.counters.moved_bytes.get((Tier.DISK, Tier.HOST, "done")):
         running.started.wait(0.01)
@@ -248,18 +243,8 @@ def test_a_queued_request_that_leaves_wastes_what_was_read_for_it_and_says_so(
 
 
 def test_reading_ahead_stays_within_its_budget(make_rig: MakeRig) -> None:
-    rig = make_rig(
-        device=2048,
-        host=2048,
-        disk=100_000,
-        engine={"max_running_requests": 1},
-        cache={"prefetch": {"queue_budget_fraction": 0.1}},
-        chunk=16,
-    )
-    rig.answer(prompt(1, 321))
-    rig.evict(Tier.DEVICE, Tier.HOST)
-    running = rig.ask(prompt(2, 600), max_tokens=200)
-    assert running.started.wait(30)
+    tenth = {"prefetch": {"queue_budget_fraction": 0.1}}
+    rig, running = with_one_running(make_rig, prompt(1, 321), cache=tenth)
     end = rig.ask(prompt(1, 321)).wait()
     running.wait()
     budget_tokens = 2048 // 10 // 16 * 16

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak.watch import footprint
 from tests.tiers.disk_parts import (
     FULL,
     NO_SPACE,
@@ -135,13 +136,14 @@ def test_the_store_keeps_the_memory_of_one_batch_however_many_threads_had_one(pa
         contextlib.closing(in_process(path, **asked)) as store,
         ThreadPoolExecutor(threads) as callers,
     ):
-        before_bytes = _own_bytes(store.pid)
+        before_bytes = own_bytes(store.pid)
         for outcomes in callers.map(store.write, batches):  # each by a lane of its own
             assert set(outcomes) == {WRITTEN}
-        grown_bytes = _own_bytes(store.pid) - before_bytes
+        grown_bytes = own_bytes(store.pid) - before_bytes
         assert grown_bytes < 1.5 * batch_pages * page_bytes
 
 
-def _own_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
+def own_bytes(pid: int) -> float:
+    found = footprint(pid)
+    assert found is not None
+    return MIB * float(found["own_mib"])
