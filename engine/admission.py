@@ -192,7 +192,8 @@ class Admission:
 
     def _start(self, active: Active) -> bool:
         """Takes a lease and a working copy, both or neither."""
-        working_copy = self._working_copies.acquire(active.limit_tokens)
+        sequence = active.sequence(self._cache.generation)
+        working_copy = self._working_copies.acquire(active.limit_tokens, sequence)
         if working_copy is None:
             return False
         lease = self._cache.acquire(
@@ -207,7 +208,7 @@ class Admission:
         active.is_over_quota = lease is Room.QUOTA
         active.is_kept_out = lease in (Room.NONE, Room.QUOTA) and self._is_kept_out(active)
         if not isinstance(lease, Lease):
-            self._working_copies.release(working_copy)
+            self._working_copies.release(working_copy, sequence)
             return False
         self._roster.waiting.remove(active)
         self._prefetcher.started(active.request.request_id)

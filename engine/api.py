@@ -153,6 +153,8 @@ class EngineSnapshot:
     queue_seconds: Histogram
     step_seconds: Histogram
     aborted_steps: int = 0
+    kept_in_place_tokens: int = 0
+    """Of hits: what an earlier request had left in the working copy, and was not copied again."""
     load_decisions: Mapping[str, int] = field(default_factory=dict)
     """By what was decided: load, part, recompute."""
     load_decision_seconds: Mapping[str, Histogram] = field(default_factory=dict)

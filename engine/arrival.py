@@ -40,8 +40,11 @@ class PrefixArrival:
     ) -> None:
         self._working_copy = working_copy
         self._pool = pool
-        self._slots = slots
-        self._first_page = first_page
+        held_pages = working_copy.held_tokens // pool.shape[3]
+        self.kept_pages = min(max(0, held_pages - first_page), slots.size)
+        """So many of the first ones an earlier request left in the working copy: not copied."""
+        self._slots = slots[self.kept_pages :]
+        self._first_page = first_page + self.kept_pages
         self._groups = groups
         self._loads = loads
         self._deadline_seconds = deadline_seconds

@@ -17,6 +17,7 @@ class EngineCounters:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
+    kept_in_place_tokens: int = 0
     preemptions: int = 0
     aborted_steps: int = 0
     loads: LoadCounters = field(default_factory=LoadCounters)

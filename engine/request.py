@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.api import EventSink, GenerationRequest, LoadReport, Usage
 from engine.loading import LoadWatch
+from engine.ranges import NOTHING, Contents
 from engine.sampling import new_generator
 from engine.text import Detokenizer, StopMatcher
 from engine.working_copy import WorkingCopy
@@ -98,6 +99,11 @@ class Active:
     def tokens(self) -> Tokens:
         """Prompt and answer so far, int32."""
         return self.lease.tokens.view() if self.lease else self.known_tokens
+
+    def sequence(self, generation: int) -> Contents:
+        """Whose K and V its working copy has; NOTHING of a request that leaves nothing behind."""
+        store = self.request.keep.store
+        return Contents(self.namespace, self.tokens, generation) if store else NOTHING
 
     @property
     def token_count(self) -> int:

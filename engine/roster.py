@@ -108,9 +108,10 @@ class Roster:
 
     def _let_go(self, active: Active) -> None:
         """The one place where what a request holds is given back."""
-        if active.lease is not None:
-            self._cache.release(active.lease)
-            active.lease = None
-        if active.working_copy is not None:
-            self._working_copies.release(active.working_copy)
-            active.working_copy = None
+        lease, working_copy = active.lease, active.working_copy
+        if lease is None or working_copy is None:
+            assert (lease, working_copy) == (None, None), "a request holds both or neither"
+            return
+        self._working_copies.release(working_copy, active.sequence(lease.generation))
+        self._cache.release(lease)
+        active.lease = active.working_copy = None

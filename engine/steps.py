@@ -119,6 +119,9 @@ class Steps:
         except LayerLost as lost:
             self._abort(arrivals, lost)
             return
+        self._counters.kept_in_place_tokens += self._cache.page_tokens * sum(
+            arrival.kept_pages for arrival in arrivals.values() if arrival is not None
+        )
         sampled = [item.active for item in work if item.reaches_end]
         for item in work:
             self._keep(item)
@@ -154,6 +157,7 @@ class Steps:
             if active.booked is not None:
                 self._counters.recomputed_tokens += item.tokens
         active.computed_tokens += item.tokens
+        working_copy.held_tokens = active.computed_tokens
         active.incoming, active.waiting_since_seconds = None, None
         first, stop = self._cache.insertable(lease, active.computed_tokens)
         if stop > first:

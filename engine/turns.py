@@ -192,6 +192,7 @@ class Turns:
             recomputed_tokens=counters.recomputed_tokens,
             prefill_tokens=counters.prefill_tokens,
             preemptions=counters.preemptions,
+            kept_in_place_tokens=counters.kept_in_place_tokens,
             working_copy_used_bytes=self._working_copies.used_bytes,
             working_copy_capacity_bytes=self._working_copies.capacity_tokens * layout.token_bytes,
             most_running_requests=counters.most_running_requests,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention import KEY_BLOCK_TOKENS, round_up
+from engine.ranges import NOTHING, Contents, Ranges
 from tiercache.tiers.memory import anonymous_block
 from tiercache.types import Bytes, PageLayout, Slots
 
@@ -36,11 +38,16 @@ class WorkingCopy:
     synchronised with a forward pass that runs elsewhere.
     """
 
-    def __init__(self, kv: torch.Tensor, start: int, layout: PageLayout) -> None:
+    def __init__(
+        self, kv: torch.Tensor, start: int, layout: PageLayout, held_tokens: int = 0
+    ) -> None:
         self.kv = kv
         """`[layers, 2, tokens, kv_heads, head_dim]`, strided; the caller may read and write it."""
         self.start = start
         self.tokens = int(kv.shape[2])
+        self.held_tokens = held_tokens
+        """From the beginning on, so many tokens have their K and V here for certain: the owner says
+        so of what it computed or copied, and `prepare` takes back what is about to be written."""
         self._layout = layout
         self._finite_tokens = 0
 
@@ -51,6 +58,7 @@ class WorkingCopy:
         the rest of the key block is zeroed when it is first entered.
         """
         assert 0 <= position < position + tokens <= self.tokens
+        self.held_tokens = min(self.held_tokens, position)
         end = round_up(position + tokens, KEY_BLOCK_TOKENS)
         if end > self._finite_tokens:
             self.kv[:, :, max(position, self._finite_tokens) : end] = 0
@@ -92,13 +100,17 @@ class WorkingCopy:
 
 
 class WorkingCopyPool:
-    """Hands out ranges of one preallocated block, first fit, merging what comes back."""
+    """Hands out ranges of one preallocated block; `ranges` decides which."""
 
-    def __init__(self, layout: PageLayout, capacity_tokens: int) -> None:
-        """capacity_tokens is rounded down to whole key blocks and must leave at least one."""
+    def __init__(self, layout: PageLayout, capacity_tokens: int, *, reuse: bool = True) -> None:
+        """capacity_tokens is rounded down to whole key blocks and must leave at least one.
+
+        Without `reuse` nobody gets what another left.
+        """
         self.capacity_tokens = capacity_tokens // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
         assert self.capacity_tokens > 0, f"at least {KEY_BLOCK_TOKENS} tokens are needed"
         self._layout = layout
+        self._reuse = reuse
         shape = (layout.layers, 2, layout.kv_heads, self.capacity_tokens, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.dtype)
         self.block = anonymous_block(
@@ -107,7 +119,7 @@ class WorkingCopyPool:
         """The memory behind all ranges, uint8; whoever wants may bring it in ahead of use."""
         self._kv = torch.from_numpy(self.block).view(dtype).view(shape).transpose(2, 3)
         self._heads = layout.layers * 2 * layout.kv_heads
-        self._free: dict[int, int] = {0: self.capacity_tokens}  # start → tokens, in order of start
+        self._ranges = Ranges(self.capacity_tokens, KEY_BLOCK_TOKENS)
         self._held: dict[int, WorkingCopy] = {}
 
     def memory_of(self, tokens: int) -> list[Bytes]:
@@ -117,56 +129,43 @@ class WorkingCopyPool:
 
     @property
     def free_tokens(self) -> int:
-        return sum(self._free.values())
+        return self._ranges.free_tokens
 
     @property
     def used_bytes(self) -> int:
         return (self.capacity_tokens - self.free_tokens) * self._layout.token_bytes
 
-    def acquire(self, tokens: int) -> WorkingCopy | None:
+    def acquire(self, tokens: int, wanted: Contents = NOTHING) -> WorkingCopy | None:
         """A range of at least `tokens` tokens (whole key blocks), or None if none is long enough.
 
-        Its bytes are undefined.
+        It may begin with K and V of what is `wanted`, see `WorkingCopy.held_tokens`; its other
+        bytes are undefined.
         """
-        assert tokens > 0
-        wanted = round_up(tokens, KEY_BLOCK_TOKENS)
-        start = next((start for start, size in self._free.items() if size >= wanted), None)
-        if start is None:
+        size = round_up(tokens, KEY_BLOCK_TOKENS)
+        taken = self._ranges.take(size, wanted)
+        if taken is None:
             return None
-        size = self._free.pop(start)
-        self._set_free({**self._free, start + wanted: size - wanted})
-        kv = self._kv[:, :, start : start + wanted]
-        self._held[start] = WorkingCopy(kv, start, self._layout)
+        start = taken.start
+        kv = self._kv[:, :, start : start + size]
+        self._held[start] = WorkingCopy(kv, start, self._layout, taken.held_tokens)
         return self._held[start]
 
-    def release(self, copy: WorkingCopy) -> None:
-        """Takes a range back. Nobody may touch it any more."""
+    def release(self, copy: WorkingCopy, sequence: Contents = NOTHING) -> None:
+        """Takes a range back. Nobody may touch it any more.
+
+        `sequence` is whose K and V its `held_tokens` are; NOTHING where they are to be forgotten.
+        """
         assert self._held.get(copy.start) is copy, "released twice, or not from this pool"
         del self._held[copy.start]
-        self._set_free({**self._free, copy.start: copy.tokens})
+        held = sequence.tokens[: copy.held_tokens if self._reuse else 0].copy()
+        self._ranges.give_back(copy.start, replace(sequence, tokens=held))
 
     def check(self) -> None:
-        """Asserts: ranges are whole blocks, none overlaps, and free and held fill the capacity."""
-        held = {start: copy.tokens for start, copy in self._held.items()}
-        ranges = sorted((*self._free.items(), *held.items()))
-        ends = [0, *(start + tokens for start, tokens in ranges)]
-        assert [start for start, _ in ranges] == ends[:-1], (self._free, held)
-        assert ends[-1] == self.capacity_tokens, (self._free, held)
-        assert all(tokens > 0 and tokens % KEY_BLOCK_TOKENS == 0 for _, tokens in ranges)
-        assert not any(start + tokens in self._free for start, tokens in self._free.items())
-
-    def _set_free(self, ranges: dict[int, int]) -> None:
-        merged: dict[int, int] = {}
-        last = -1
-        for start, tokens in sorted(ranges.items()):
-            if tokens == 0:
-                continue
-            if merged and last + merged[last] == start:
-                merged[last] += tokens
-            else:
-                merged[start] = tokens
-                last = start
-        self._free = merged
+        """Asserts that ranges are sound, see `Ranges.check`, and who holds one is known here."""
+        self._ranges.check()
+        assert sum(copy.tokens for copy in self._held.values()) + self.free_tokens == (
+            self.capacity_tokens
+        )
 
 
 def _runs(slots: Sequence[int] | Slots) -> Iterator[tuple[slice, slice]]:

@@ -66,6 +66,7 @@ async def stats(request: Request) -> dict[str, Any]:
         },
         "generated_tokens": snapshot.generated_tokens,
         "recomputed_tokens": snapshot.recomputed_tokens,
+        "kept_in_place_tokens": snapshot.kept_in_place_tokens,
         "prefill_tokens": snapshot.prefill_tokens,
         "preemptions": snapshot.preemptions,
         "most_running_requests": snapshot.most_running_requests,

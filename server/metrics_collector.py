@@ -243,6 +243,12 @@ METRICS: tuple[Row, ...] = (
         lambda s: {(): s.recomputed_tokens},
     ),
     Row(
+        "tiercache_kept_in_place_tokens_total",
+        "Hit tokens that an earlier request had left in the working copy, on CPU.",
+        (),
+        lambda s: {(): s.kept_in_place_tokens},
+    ),
+    Row(
         "tiercache_preemptions_total",
         "Requests that had to give up their place.",
         (),

@@ -277,6 +277,10 @@ class EngineConfig(Section):
     working_copy_capacity: SizeOrAuto = Field(
         default="auto", description="Bytes for contiguous KV of running requests on CPU, or auto."
     )
+    reuse_working_copies: bool = Field(
+        default=True,
+        description="Take up contiguous KV that an ended request left on CPU; off copies each hit.",
+    )
     threads: CountOrAuto = Field(default="auto", description="Compute threads, 1 to 1024, or auto.")
     attention: Literal["auto", "triton", "flashinfer", "gather"] = Field(
         default="auto", description="What computes attention on a GPU; auto is triton where it can."

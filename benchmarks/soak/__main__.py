@@ -28,6 +28,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--source", default="bundled", help="model.source; bundled by default")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument(
+        "--copy-every-hit", action="store_true", help="engine.reuse_working_copies: false"
+    )
     parser.add_argument("--name", default="soak", help="of the result")
     options = parser.parse_args()
     measured_on = machine()
@@ -40,6 +43,7 @@ def main() -> None:
             disk="256MiB",
             quota="20MiB",
             deadline_seconds=30,
+            reuse_working_copies=not options.copy_every_hit,
         )
         soak = Soak(config, Plan(options.minutes * 60, options.clients), Path(name))
         soak.run()

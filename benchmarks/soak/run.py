@@ -64,6 +64,7 @@ def settings(
     disk: str,
     quota: str,
     deadline_seconds: float,
+    reuse_working_copies: bool,
 ) -> dict[str, Any]:
     """A server with small tiers, short deadlines, a short queue and two tenants.
 
@@ -90,7 +91,12 @@ def settings(
                 "breaker": {"failures": 3, "probe_seconds": 2},
             },
         },
-        "engine": {"max_running_requests": 6, "prefill_chunk_tokens": 96, "threads": 1},
+        "engine": {
+            "max_running_requests": 6,
+            "prefill_chunk_tokens": 96,
+            "threads": 1,
+            "reuse_working_copies": reuse_working_copies,
+        },
         "server": {
             "admin_keys": ["operator-key"],
             "max_queue": 24,
@@ -234,6 +240,7 @@ class Soak:
             "sound": check["sound"],
             "hit_tokens_by_tier": stats["hit_tokens_by_tier"],
             "miss_tokens_by_reason": stats["miss_tokens_by_reason"],
+            "kept_in_place_tokens": stats["kept_in_place_tokens"],
             "preemptions": stats["preemptions"],
             "disk": next((t["reason"] for t in stats["tiers"] if t["tier"] == "disk"), ""),
             "server": footprint(self._pid),

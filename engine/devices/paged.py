@@ -55,6 +55,7 @@ class PagedCopy:
     def __init__(self) -> None:
         self.slots: Slots = np.empty(0, np.int32)
         """DEVICE slots of the request's pages, in order; set before each forward pass."""
+        self.held_tokens = 0
 
     def load_pages(self, *_pages: object) -> None:
         """They are read where they are."""
@@ -69,10 +70,10 @@ class PagedCopyPool:
     capacity_tokens = 0
     used_bytes = 0
 
-    def acquire(self, _tokens: int) -> PagedCopy:
+    def acquire(self, _tokens: int, _wanted: object = None) -> PagedCopy:
         return PagedCopy()
 
-    def release(self, copy: PagedCopy) -> None:
+    def release(self, copy: PagedCopy, _sequence: object = None) -> None:
         copy.slots = copy.slots[:0]
 
 

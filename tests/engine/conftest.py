@@ -147,7 +147,8 @@ MakeRig = Callable[..., Rig]
 def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
     """Builds and starts engines; sizes are in tokens, 0 switches a tier off.
 
-    Without `start` there is no engine thread: the test takes the turns, see `Rig.turn`.
+    Without `start` there is no engine thread: the test takes the turns, see `Rig.turn`. Without
+    `reuse` every hit is read from the tiers, whatever an earlier request left in working copies.
     """
     engines: list[Engine] = []
 
@@ -161,6 +162,7 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
         source: str | None = None,
         disk_settings: Mapping[str, Any] | None = None,
         start: bool = True,
+        reuse: bool = False,
         **sections: Mapping[str, Any],
     ) -> Rig:
         config: dict[str, Any] = {
@@ -176,7 +178,11 @@ def make_rig(tiny_folder: Path, tmp_path: Path) -> Iterator[MakeRig]:
                 },
             },
             "cache": {"page_tokens": page_tokens, "prefetch": {"policy": "wait"}},
-            "engine": {"prefill_chunk_tokens": chunk, "working_copy_capacity": "64MiB"},
+            "engine": {
+                "prefill_chunk_tokens": chunk,
+                "working_copy_capacity": "64MiB",
+                "reuse_working_copies": reuse,
+            },
         }
         merge(config, sections)
         engine = build_engine(parse_config(config), model_cache_dir=tmp_path / "models")

@@ -244,6 +244,7 @@ def engine_snapshot(tiers: tuple[TierSnapshot, ...]) -> EngineSnapshot:
         working_copy_used_bytes=29,
         working_copy_capacity_bytes=30,
         most_running_requests=31,
+        kept_in_place_tokens=32,
         ttft_seconds={"none": seconds, "disk": Histogram()},
         inter_token_seconds=Histogram(),
         queue_seconds=seconds,

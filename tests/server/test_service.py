@@ -36,6 +36,7 @@ NAMES_AND_LABELS = {
     "tiercache_queue_seconds": (),
     "tiercache_generated_tokens_total": (),
     "tiercache_recomputed_tokens_total": (),
+    "tiercache_kept_in_place_tokens_total": (),
     "tiercache_preemptions_total": (),
     "tiercache_aborted_steps_total": (),
     "tiercache_load_decisions_total": ("outcome",),
@@ -123,6 +124,7 @@ def test_every_metric_shows_its_own_count(http: httpx.Client) -> None:
     assert value("requests_total", outcome="abort") == 24
     assert value("generated_tokens_total") == 25
     assert value("recomputed_tokens_total") == 26
+    assert value("kept_in_place_tokens_total") == 32
     assert value("preemptions_total") == 28
     assert value("working_copy_bytes") == 29
     assert value("inter_token_seconds_count") == 0

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.soak.run import Plan, Soak, settings
 from benchmarks.soak.watch import judge_memory
 from engine.testing import save_tiny_model
 
 
-def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reuse", [False, True])
+def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(
+    tmp_path: Path, reuse: bool
+) -> None:
     save_tiny_model(tmp_path / "tiny")
     config = settings(
         str(tmp_path / "tiny"),
@@ -21,6 +26,7 @@ def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(tmp_pat
         disk="16MiB",
         quota="250KiB",
         deadline_seconds=5,
+        reuse_working_copies=reuse,
     )
     plan = Plan(
         seconds=8,
@@ -39,6 +45,7 @@ def test_under_mixed_load_every_answer_is_right_and_nothing_stays_behind(tmp_pat
     assert tally.compared["in part"] > 0
     assert {"answered", "hung_up", "refused", "served"} <= set(tally.outcomes)
     assert sum(n for what, n in tally.orders.items() if what.startswith("disk")) > 0
+    assert (tally.minutes[-1]["kept_in_place_tokens"] > 0) == reuse
     hits = tally.minutes[-1]["hit_tokens_by_tier"]
     assert hits["device"] > 0
     assert hits["host"] + hits["disk"] > 0

@@ -1,0 +1,160 @@
+"""Which ranges of the working copies' memory are free, and what requests that ended left in them.
+
+A range that is given back keeps its bytes until somebody else takes them. A request that begins
+with the same tokens takes that range, if it can, and need not have those pages copied again: the
+next question to a long system prompt, the next turn of a conversation. Nothing is kept free or
+occupied for that; what is left only decides which of the free ranges is taken.
+
+Decisions about numbers alone: nothing here touches K and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiercache.types import Tokens
+
+_MOST_LEFT = 32
+"""So many ended requests are remembered; what was left longest ago is forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tokens, int32, whose K and V a range has from its beginning on, and their namespace.
+
+    Not of another `generation` of the cache: what is invalidated is not to come back from here.
+    """
+
+    namespace: bytes
+    tokens: Tokens
+    generation: int = 0
+
+    def shared_tokens(self, other: Contents) -> int:
+        """How many tokens both begin with."""
+        if (self.namespace, self.generation) != (other.namespace, other.generation):
+            return 0
+        length = min(self.tokens.size, other.tokens.size)
+        differs = np.flatnonzero(self.tokens[:length] != other.tokens[:length])
+        return int(differs[0]) if differs.size else length
+
+
+NOTHING = Contents(b"", np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A range from `start` on, whose first `held_tokens` have the K and V that were wanted."""
+
+    start: int
+    held_tokens: int
+
+
+class Ranges:
+    """Hands out ranges of whole units and merges what comes back; see the module."""
+
+    def __init__(self, capacity_tokens: int, unit_tokens: int) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._unit_tokens = unit_tokens
+        self._free: dict[int, int] = {0: capacity_tokens}  # start → tokens, in order of start
+        self._held: dict[int, int] = {}
+        self._left: dict[int, Contents] = {}  # start → what is there; left longest ago first
+        self._used_until = 0
+
+    @property
+    def free_tokens(self) -> int:
+        return sum(self._free.values())
+
+    def take(self, tokens: int, wanted: Contents) -> Taken | None:
+        """A range of `tokens`, a whole number of units; None where no free range is long enough.
+
+        The one that costs least: tokens whose K and V are lost to the next who wants them, and
+        memory that nobody has used yet and the system has to bring in, less what is there already.
+        """
+        assert tokens > 0
+        assert tokens % self._unit_tokens == 0
+        shared = {start: left.shared_tokens(wanted) for start, left in self._left.items()}
+        places = [
+            (self._cost_tokens(start, tokens, shared), start)
+            for start in self._starts()
+            if self._fits(start, tokens)
+        ]
+        if not places:
+            return None
+        _, start = min(places)
+        for lost in list(self._overwritten(start, tokens)):
+            del self._left[lost]
+        self._carve(start, tokens)
+        self._held[start] = tokens
+        self._used_until = max(self._used_until, start + tokens)
+        return Taken(start, shared.get(start, 0))
+
+    def give_back(self, start: int, contents: Contents) -> None:
+        """The range at `start` is free; it begins with `contents`."""
+        tokens = self._held.pop(start)
+        assert contents.tokens.size <= tokens, "more than the range has room for"
+        self._set_free({**self._free, start: tokens})
+        if contents.tokens.size:
+            self._left[start] = contents
+        if len(self._left) > _MOST_LEFT:
+            del self._left[next(iter(self._left))]
+
+    def check(self) -> None:
+        """Asserts: ranges are whole units, none overlaps, free and held fill the capacity, and
+        what was left lies in free ranges, none over another."""
+        ranges = sorted((*self._free.items(), *self._held.items()))
+        ends = [0, *(start + tokens for start, tokens in ranges)]
+        assert [start for start, _ in ranges] == ends[:-1], (self._free, self._held)
+        assert ends[-1] == self._capacity_tokens, (self._free, self._held)
+        assert all(tokens > 0 and tokens % self._unit_tokens == 0 for _, tokens in ranges)
+        assert not any(start + tokens in self._free for start, tokens in self._free.items())
+        assert len(self._left) <= _MOST_LEFT
+        last = 0
+        for start, left in sorted(self._left.items()):
+            assert last <= start, "one lies over another"
+            assert left.tokens.size > 0
+            assert self._fits(start, left.tokens.size), "somebody holds it"
+            last = start + left.tokens.size
+
+    def _starts(self) -> Iterator[int]:
+        """Where a range may begin: at the ends of what is free and of what was left there."""
+        yield from self._free
+        for start, left in self._left.items():
+            yield start
+            yield start + -(-left.tokens.size // self._unit_tokens) * self._unit_tokens
+
+    def _fits(self, start: int, tokens: int) -> bool:
+        return any(
+            begin <= start and start + tokens <= begin + size for begin, size in self._free.items()
+        )
+
+    def _overwritten(self, start: int, tokens: int) -> Iterator[int]:
+        """Where something was left that a range would reach into."""
+        for begin, left in self._left.items():
+            if begin < start + tokens and start < begin + left.tokens.size:
+                yield begin
+
+    def _cost_tokens(self, start: int, tokens: int, shared: dict[int, int]) -> int:
+        lost = sum(self._left[begin].tokens.size for begin in self._overwritten(start, tokens))
+        unused = max(0, start + tokens - max(start, self._used_until))
+        return lost + unused - 2 * shared.get(start, 0)  # what is shared is neither lost nor copied
+
+    def _carve(self, start: int, tokens: int) -> None:
+        begin = next(begin for begin, size in self._free.items() if begin <= start < begin + size)
+        end = begin + self._free.pop(begin)
+        self._set_free({**self._free, begin: start - begin, start + tokens: end - start - tokens})
+
+    def _set_free(self, ranges: dict[int, int]) -> None:
+        merged: dict[int, int] = {}
+        last = -1
+        for start, tokens in sorted(ranges.items()):
+            if tokens == 0:
+                continue
+            if merged and last + merged[last] == start:
+                merged[last] += tokens
+            else:
+                merged[start] = tokens
+                last = start
+        self._free = merged
