@@ -5,8 +5,11 @@ Two tables over the real server, the real model and real HTTP.
 1. A prefix of 496 pages, 7,936 tokens, and a question of 50: time to first token cold, with the
    prefix on DEVICE, on HOST only, and on DISK only after a restart. Each state is reached through
    POST /v1/cache/evict or a restart. `floor` is the time the model alone takes for the last 50
-   tokens over that context, everything in place; nothing can be faster than that here. A prefix
-   seldom ends where a page does; its last tokens, 15 at most, are computed again: the last row.
+   tokens over that context, everything in place, right before and right after the hits on DEVICE;
+   nothing can be faster than that here. A prefix seldom ends where a page does; its last tokens,
+   15 at most, are computed again: a row of its own. Once a server has answered a question to the
+   prefix, the next one finds K and V in the working copy that was left; `copied` are the same rows
+   of a server that copies every hit (`engine.reuse_working_copies: false`), as the first one is.
 2. 32 clients at once with the same prefix, cache off against on.
 
     python -m benchmarks.bench_prefix [--quick] [--first-table] [--prefix-tokens 3968]
@@ -42,8 +45,9 @@ CLIENT_TIMEOUT_SECONDS = 1800
 console = Console(width=120)
 
 
-def config(folder: Path, *, enabled: bool = True) -> dict[str, Any]:
+def config(folder: Path, *, enabled: bool = True, reuse: bool = True) -> dict[str, Any]:
     return {
+        "engine": {"reuse_working_copies": reuse},
         "model": {"source": "bundled"},
         "cache": {"enabled": enabled},
         "tiers": {
@@ -79,24 +83,33 @@ def questions(count: int, seed: int) -> list[list[int]]:
     return [rng.integers(1000, 40_000, QUESTION_TOKENS).tolist() for _ in range(count)]
 
 
-def floor_seconds(prefix: list[int], repeats: int) -> float:
-    """Median time of the model alone for the question over a held prefix."""
-    model = load_model("bundled")
-    layout = model.page_layout(16)
-    pool = WorkingCopyPool(layout, len(prefix) + 1024)
-    copy = pool.acquire(len(prefix) + QUESTION_TOKENS)
-    assert copy is not None
-    runner = ModelRunner(model)
-    tokens = np.array(prefix, np.int32)
-    for start in range(0, len(prefix), 512):
-        runner.forward([Segment(copy, tokens[start : start + 512], start, wants_logits=False)])
-    times = []
-    for question in questions(repeats, seed=3):
-        segment = Segment(copy, np.array(question, np.int32), len(prefix), wants_logits=True)
+class Floor:
+    """The model alone, with a prefix in place."""
+
+    def __init__(self, prefix: list[int]) -> None:
+        model = load_model("bundled")
+        pool = WorkingCopyPool(model.page_layout(16), len(prefix) + 1024)
+        copy = pool.acquire(len(prefix) + QUESTION_TOKENS)
+        assert copy is not None
+        self._copy, self._runner, self._position = copy, ModelRunner(model), len(prefix)
+        self.seconds: list[float] = []
+        tokens = np.array(prefix, np.int32)
+        for start in range(0, len(prefix), 512):
+            chunk = Segment(copy, tokens[start : start + 512], start, wants_logits=False)
+            self._runner.forward([chunk])
+
+    def measure(self, repeats: int) -> None:
+        """Adds times for the question over the held prefix; a first one is not counted."""
+        first, *rest = questions(repeats + 1, seed=3)
+        self._time(first)
+        self.seconds += [self._time(question) for question in rest]
+
+    def _time(self, question: list[int]) -> float:
+        tokens = np.array(question, np.int32)
+        segment = Segment(self._copy, tokens, self._position, wants_logits=True)
         started = time.perf_counter()
-        runner.forward([segment])
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        self._runner.forward([segment])
+        return time.perf_counter() - started
 
 
 def evict(client: httpx.Client, *tiers: str) -> None:
@@ -121,11 +134,24 @@ def drop_page_cache() -> str:
 
 def states(prefix: list[int], folder: Path, repeats: int) -> dict[str, Any]:
     """Table 1: a row per place the prefix can be."""
+    floor = Floor(prefix)
     rows: dict[str, list[Measured]] = {}
-    asked = iter(questions(40, seed=1))
+    asked = iter(questions(80, seed=1))
 
     def measure(client: httpx.Client, row: str, beyond: Sequence[int] = ()) -> None:
         rows.setdefault(row, []).append(ask(client, [*prefix, *beyond, *next(asked)]))
+
+    def places(client: httpx.Client, kind: str) -> None:
+        floor.measure(repeats)
+        for _ in range(repeats):
+            measure(client, f"DEVICE{kind}")
+        floor.measure(repeats)
+        for _ in range(repeats):
+            evict(client, "device")
+            measure(client, f"HOST{kind}")
+        for _ in range(repeats):
+            evict(client, "device", "host")
+            measure(client, f"DISK, page cache warm{kind}")
 
     def http(url: str) -> httpx.Client:
         return httpx.Client(base_url=url, timeout=CLIENT_TIMEOUT_SECONDS)
@@ -134,23 +160,24 @@ def states(prefix: list[int], folder: Path, repeats: int) -> dict[str, Any]:
         ask(client, questions(1, seed=9)[0])  # first-use costs of the library
         measure(client, "cold")
         time.sleep(SETTLE_SECONDS)
-        for _ in range(repeats):
-            measure(client, "DEVICE")
-        for _ in range(repeats):
-            evict(client, "device")
-            measure(client, "HOST")
-        for _ in range(repeats):
-            evict(client, "device", "host")
-            measure(client, "DISK, page cache warm")
+        places(client, "")
         for _ in range(repeats):
             measure(client, "DEVICE, 14 tokens into a page", beyond=document(14))
         evict(client, "device", "host")
+    copying = folder / "copying"
+    copying.mkdir()
+    with serving(config(copying, reuse=False), copying) as url, http(url) as client:
+        ask(client, [*prefix, *next(asked)])
+        time.sleep(SETTLE_SECONDS)
+        places(client, ", copied")
     for _ in range(min(3, repeats)):
         page_cache = drop_page_cache()
         with serving(config(folder), folder) as url, http(url) as client:
             measure(client, "DISK after restart")
             stats = client.get("/v1/cache/stats").json()
     return {
+        "floor_seconds": statistics.median(floor.seconds),
+        "all_floor_seconds": [round(seconds, 4) for seconds in floor.seconds],
         "page_cache_at_restart": page_cache,
         "stats_after_restart": stats,
         "rows": {
@@ -215,8 +242,8 @@ def median_of(cells: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: statistics.median(cell[key] for cell in cells) for key in cells[0]}
 
 
-def print_states(result: dict[str, Any], floor: float, prefix_tokens: int) -> None:
-    rows = result["rows"]
+def print_states(result: dict[str, Any], prefix_tokens: int) -> None:
+    rows, floor = result["rows"], result["floor_seconds"]
     device = rows["DEVICE"]["ttft_seconds"]
     table = Table(title=f"{prefix_tokens} shared tokens + {QUESTION_TOKENS}: time to first token")
     for column in ("prefix is", "TTFT s", "x DEVICE", "hit ratio", "tokens saved"):
@@ -265,14 +292,13 @@ def main() -> None:
     measured_on = machine()
     console.print(measured_on)
     prefix = document(long_tokens)
-    floor = floor_seconds(prefix, repeats)
     with tempfile.TemporaryDirectory() as name:
         result = states(prefix, Path(name), repeats)
-    print_states(result, floor, long_tokens)
+    print_states(result, long_tokens)
 
     if options.first_table or options.prefix_tokens:
         name = f"prefix-states-{long_tokens}" if options.prefix_tokens else "prefix-states"
-        save(name, measured_on, {"floor_seconds": floor, "states": result})
+        save(name, measured_on, {"states": result})
         return
     cells: dict[str, dict[str, Any]] = {}
     for tokens, runs in ((short_tokens, 1 if quick else 3), (long_tokens, 1)):
@@ -290,7 +316,7 @@ def main() -> None:
     path = save(
         "prefix-quick" if quick else "prefix",
         measured_on,
-        {"floor_seconds": floor, "states": result, "clients": clients, "crowds": cells},
+        {"states": result, "clients": clients, "crowds": cells},
     )
     console.print(f"written to {path.name}")
 
