@@ -20,6 +20,9 @@ from tiercache.types import Tokens
 _MOST_LEFT = 32
 """So many ended requests are remembered; what was left longest ago is forgotten first."""
 
+_HALF_LIFE_REQUESTS = 16
+"""After so many further requests, what was left is worth half as much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contents:
@@ -52,6 +55,19 @@ class Taken:
     held_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    contents: Contents
+    room_tokens: int
+    """Size of the range it was in: who takes it up will want as much again."""
+    at_request: int
+    """How many requests had begun by then."""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.contents.tokens.size)
+
+
 class Ranges:
     """Hands out ranges of whole units and merges what comes back; see the module."""
 
@@ -60,8 +76,9 @@ class Ranges:
         self._unit_tokens = unit_tokens
         self._free: dict[int, int] = {0: capacity_tokens}  # start → tokens, in order of start
         self._held: dict[int, int] = {}
-        self._left: dict[int, Contents] = {}  # start → what is there; left longest ago first
+        self._left: dict[int, _Left] = {}  # by start; left longest ago first
         self._used_until = 0
+        self._requests = 0
 
     @property
     def free_tokens(self) -> int:
@@ -70,12 +87,14 @@ class Ranges:
     def take(self, tokens: int, wanted: Contents) -> Taken | None:
         """A range of `tokens`, a whole number of units; None where no free range is long enough.
 
-        The one that costs least: tokens whose K and V are lost to the next who wants them, and
-        memory that nobody has used yet and the system has to bring in, less what is there already.
+        The one that costs least: tokens whose K and V are lost to the next who wants them, the less
+        the longer nobody has, and memory that nobody has used yet and the system has to bring in,
+        less what is there already.
         """
         assert tokens > 0
         assert tokens % self._unit_tokens == 0
-        shared = {start: left.shared_tokens(wanted) for start, left in self._left.items()}
+        self._requests += 1
+        shared = {start: left.contents.shared_tokens(wanted) for start, left in self._left.items()}
         places = [
             (self._cost_tokens(start, tokens, shared), start)
             for start in self._starts()
@@ -84,8 +103,11 @@ class Ranges:
         if not places:
             return None
         _, start = min(places)
-        for lost in list(self._overwritten(start, tokens)):
-            del self._left[lost]
+        self._left = {
+            begin: left
+            for begin, left in self._left.items()
+            if not (begin < start + tokens and start < begin + left.tokens)
+        }
         self._carve(start, tokens)
         self._held[start] = tokens
         self._used_until = max(self._used_until, start + tokens)
@@ -97,7 +119,7 @@ class Ranges:
         assert contents.tokens.size <= tokens, "more than the range has room for"
         self._set_free({**self._free, start: tokens})
         if contents.tokens.size:
-            self._left[start] = contents
+            self._left[start] = _Left(contents, tokens, self._requests)
         if len(self._left) > _MOST_LEFT:
             del self._left[next(iter(self._left))]
 
@@ -114,30 +136,28 @@ class Ranges:
         last = 0
         for start, left in sorted(self._left.items()):
             assert last <= start, "one lies over another"
-            assert left.tokens.size > 0
-            assert self._fits(start, left.tokens.size), "somebody holds it"
-            last = start + left.tokens.size
+            assert left.tokens > 0
+            assert self._fits(start, left.tokens), "somebody holds it"
+            last = start + left.tokens
 
     def _starts(self) -> Iterator[int]:
-        """Where a range may begin: at the ends of what is free and of what was left there."""
+        """Where a range may begin: where free ones do, and where earlier ones did and ended."""
         yield from self._free
         for start, left in self._left.items():
             yield start
-            yield start + -(-left.tokens.size // self._unit_tokens) * self._unit_tokens
+            yield start + left.room_tokens
 
     def _fits(self, start: int, tokens: int) -> bool:
         return any(
             begin <= start and start + tokens <= begin + size for begin, size in self._free.items()
         )
 
-    def _overwritten(self, start: int, tokens: int) -> Iterator[int]:
-        """Where something was left that a range would reach into."""
-        for begin, left in self._left.items():
-            if begin < start + tokens and start < begin + left.tokens.size:
-                yield begin
-
     def _cost_tokens(self, start: int, tokens: int, shared: dict[int, int]) -> int:
-        lost = sum(self._left[begin].tokens.size for begin in self._overwritten(start, tokens))
+        lost = sum(
+            left.tokens >> (self._requests - left.at_request) // _HALF_LIFE_REQUESTS
+            for begin, left in self._left.items()
+            if begin < start + tokens and start < begin + left.room_tokens
+        )
         unused = max(0, start + tokens - max(start, self._used_until))
         return lost + unused - 2 * shared.get(start, 0)  # what is shared is neither lost nor copied
 

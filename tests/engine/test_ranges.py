@@ -124,6 +124,22 @@ def test_a_short_stranger_spares_a_long_prefix_where_there_is_other_room() -> No
     assert taken.held_tokens == 4 * UNIT
 
 
+def test_what_nobody_wants_any_more_makes_room_for_what_is_wanted() -> None:
+    """Two conversations in turn, and one longer than either that nobody goes on with."""
+    ranges = Ranges(2 * 4 * UNIT, UNIT)
+    both = [ranges.take(4 * UNIT, NOTHING) for _ in range(2)]
+    for taken, number in zip(both, (1, 2), strict=True):
+        assert taken
+        ranges.give_back(taken.start, contents(*([number] * 4 * UNIT)))
+    turns = [contents(*([number] * 3 * UNIT)) for number in (3, 4)] * 20
+    for turn in turns:
+        leave(ranges, turn, 4 * UNIT)
+    for turn in turns[:2]:
+        taken = ranges.take(4 * UNIT, turn)
+        assert taken
+        assert taken.held_tokens == 3 * UNIT
+
+
 def test_memory_that_was_used_before_is_preferred_to_new() -> None:
     """A lone stream of prompts that share nothing does not walk through all memory."""
     ranges = Ranges(CAPACITY, UNIT)
