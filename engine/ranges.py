@@ -93,16 +93,15 @@ class Ranges:
         """
         assert tokens > 0
         assert tokens % self._unit_tokens == 0
+        if max(self._free.values(), default=0) < tokens:
+            return None
         self._requests += 1
         shared = {start: left.contents.shared_tokens(wanted) for start, left in self._left.items()}
-        places = [
+        _, start = min(
             (self._cost_tokens(start, tokens, shared), start)
             for start in self._starts()
             if self._fits(start, tokens)
-        ]
-        if not places:
-            return None
-        _, start = min(places)
+        )
         self._left = {
             begin: left
             for begin, left in self._left.items()
