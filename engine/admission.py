@@ -191,10 +191,11 @@ class Admission:
         return True
 
     def _start(self, active: Active) -> bool:
-        """Takes a lease and a working copy, both or neither."""
-        sequence = active.sequence(self._cache.generation)
-        working_copy = self._working_copies.acquire(active.limit_tokens, sequence)
-        if working_copy is None:
+        """Takes a lease and a working copy, both or neither.
+
+        The working copy last: taking one overwrites what others left in it.
+        """
+        if not self._working_copies.has_room(active.limit_tokens):
             return False
         lease = self._cache.acquire(
             active.namespace,
@@ -208,8 +209,10 @@ class Admission:
         active.is_over_quota = lease is Room.QUOTA
         active.is_kept_out = lease in (Room.NONE, Room.QUOTA) and self._is_kept_out(active)
         if not isinstance(lease, Lease):
-            self._working_copies.release(working_copy, sequence)
             return False
+        sequence = active.sequence(lease.generation)
+        working_copy = self._working_copies.acquire(active.limit_tokens, sequence)
+        assert working_copy is not None, "there was room"
         self._roster.waiting.remove(active)
         self._prefetcher.started(active.request.request_id)
         now = self._clock.now_seconds()

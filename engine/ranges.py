@@ -59,7 +59,8 @@ class Taken:
 class _Left:
     contents: Contents
     room_tokens: int
-    """Size of the range it was in: who takes it up will want as much again."""
+    """Size of the range it was in. Others begin behind that and not behind what it left, so that
+    ranges of one size keep fitting where they were, and who takes it up finds as much again."""
     at_request: int
     """How many requests had begun by then."""
 
@@ -84,32 +85,34 @@ class Ranges:
     def free_tokens(self) -> int:
         return sum(self._free.values())
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether `take` would find a range of `tokens`."""
+        return max(self._free.values(), default=0) >= tokens
+
     def take(self, tokens: int, wanted: Contents) -> Taken | None:
         """A range of `tokens`, a whole number of units; None where no free range is long enough.
 
-        The one that costs least: tokens whose K and V are lost to the next who wants them, the less
-        the longer nobody has, and memory that nobody has used yet and the system has to bring in,
-        less what is there already.
+        The one that costs least: tokens that are overwritten, the less the longer they have lain
+        there, and tokens of memory that nobody has used and the system has to bring in, less those
+        that are there already.
         """
         assert tokens > 0
         assert tokens % self._unit_tokens == 0
-        if max(self._free.values(), default=0) < tokens:
+        if not self.has_room(tokens):
             return None
         self._requests += 1
         shared = {start: left.contents.shared_tokens(wanted) for start, left in self._left.items()}
+        used_tokens = wanted.tokens.size or tokens
         _, start = min(
-            (self._cost_tokens(start, tokens, shared), start)
+            # what is shared is neither lost nor copied
+            (self._cost_tokens(start, tokens, used_tokens) - 2 * shared.get(start, 0), start)
             for start in self._starts()
-            if self._fits(start, tokens)
+            if self._free_end(start) >= start + tokens
         )
-        self._left = {
-            begin: left
-            for begin, left in self._left.items()
-            if not (begin < start + tokens and start < begin + left.tokens)
-        }
+        for lost in list(self._overwritten(start, tokens)):
+            del self._left[lost]
         self._carve(start, tokens)
         self._held[start] = tokens
-        self._used_until = max(self._used_until, start + tokens)
         return Taken(start, shared.get(start, 0))
 
     def give_back(self, start: int, contents: Contents) -> None:
@@ -121,6 +124,7 @@ class Ranges:
             self._left[start] = _Left(contents, tokens, self._requests)
         if len(self._left) > _MOST_LEFT:
             del self._left[next(iter(self._left))]
+        self._used_until = max(self._used_until, start + (contents.tokens.size or tokens))
 
     def check(self) -> None:
         """Asserts: ranges are whole units, none overlaps, free and held fill the capacity, and
@@ -136,7 +140,7 @@ class Ranges:
         for start, left in sorted(self._left.items()):
             assert last <= start, "one lies over another"
             assert left.tokens > 0
-            assert self._fits(start, left.tokens), "somebody holds it"
+            assert self._free_end(start) >= start + left.tokens, "somebody holds it"
             last = start + left.tokens
 
     def _starts(self) -> Iterator[int]:
@@ -146,24 +150,31 @@ class Ranges:
             yield start
             yield start + left.room_tokens
 
-    def _fits(self, start: int, tokens: int) -> bool:
-        return any(
-            begin <= start and start + tokens <= begin + size for begin, size in self._free.items()
-        )
+    def _free_end(self, start: int) -> int:
+        """Where the free range ends that `start` lies in; `start` itself where none does."""
+        ends = (begin + size for begin, size in self._free.items() if begin <= start < begin + size)
+        return next(ends, start)
 
-    def _cost_tokens(self, start: int, tokens: int, shared: dict[int, int]) -> int:
-        lost = sum(
-            left.tokens >> (self._requests - left.at_request) // _HALF_LIFE_REQUESTS
-            for begin, left in self._left.items()
-            if begin < start + tokens and start < begin + left.room_tokens
-        )
-        unused = max(0, start + tokens - max(start, self._used_until))
-        return lost + unused - 2 * shared.get(start, 0)  # what is shared is neither lost nor copied
+    def _overwritten(self, start: int, tokens: int) -> Iterator[int]:
+        """Where something was left that a range would reach into."""
+        for begin, left in self._left.items():
+            if begin < start + tokens and start < begin + left.tokens:
+                yield begin
+
+    def _cost_tokens(self, start: int, tokens: int, used_tokens: int) -> int:
+        lost = sum(self._worth_tokens(begin) for begin in self._overwritten(start, tokens))
+        unused = max(0, start + used_tokens - max(start, self._used_until))
+        return lost + unused
+
+    def _worth_tokens(self, start: int) -> int:
+        left = self._left[start]
+        return left.tokens >> (self._requests - left.at_request) // _HALF_LIFE_REQUESTS
 
     def _carve(self, start: int, tokens: int) -> None:
-        begin = next(begin for begin, size in self._free.items() if begin <= start < begin + size)
-        end = begin + self._free.pop(begin)
-        self._set_free({**self._free, begin: start - begin, start + tokens: end - start - tokens})
+        end = self._free_end(start)
+        begin = max(begin for begin in self._free if begin <= start)
+        self._free[begin] = start - begin
+        self._set_free({**self._free, start + tokens: end - start - tokens})
 
     def _set_free(self, ranges: dict[int, int]) -> None:
         merged: dict[int, int] = {}

@@ -101,7 +101,7 @@ class Active:
         return self.lease.tokens.view() if self.lease else self.known_tokens
 
     def sequence(self, generation: int) -> Contents:
-        """Whose K and V its working copy has; NOTHING of a request that leaves nothing behind."""
+        """What its K and V are computed from; NOTHING where none may be taken up or left."""
         store = self.request.keep.store
         return Contents(self.namespace, self.tokens, generation) if store else NOTHING
 

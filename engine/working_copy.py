@@ -135,6 +135,10 @@ class WorkingCopyPool:
     def used_bytes(self) -> int:
         return (self.capacity_tokens - self.free_tokens) * self._layout.token_bytes
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether `acquire` would find a range of `tokens`."""
+        return self._ranges.has_room(round_up(tokens, KEY_BLOCK_TOKENS))
+
     def acquire(self, tokens: int, wanted: Contents = NOTHING) -> WorkingCopy | None:
         """A range of at least `tokens` tokens (whole key blocks), or None if none is long enough.
 
