@@ -259,17 +259,20 @@ def test_nothing_is_taken_up_across_salts_and_tenants(make_rig: MakeRig) -> None
 
 def test_what_a_request_leaves_is_of_the_generation_in_which_it_began(make_rig: MakeRig) -> None:
     rig = make_rig(reuse=True, start=False)
+    cache = rig.engine._cache
+    cache.start_generation(cache.generation + 1)
+    began = cache.generation
     running = rig.ask(prompt(1, 170))
     rig.turn()
-    cache = rig.engine._cache
     cache.start_generation(cache.generation + 1)
     while rig.turn():
         pass
     running.wait(0)
     namespace = rig.engine.namespace("")
     (left,) = rig.engine._turns._working_copies._ranges._left.values()
-    assert left.contents.shared_tokens(Contents(namespace, prompt(1, 170), 0)) == 170
-    assert left.contents.shared_tokens(Contents(namespace, prompt(1, 170), 1)) == 0
+    for generation, shared_tokens in ((began - 1, 0), (began, 170), (began + 1, 0)):
+        wanted = Contents(namespace, prompt(1, 170), generation)
+        assert left.contents.shared_tokens(wanted) == shared_tokens
 
 
 def test_a_start_without_room_on_device_overwrites_nothing(make_rig: MakeRig) -> None:
