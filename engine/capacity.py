@@ -26,14 +26,19 @@ _AUTO_WORKING_COPY_SHARE = 4
 
 def working_copies(config: Config, model: LoadedModel, layout: PageLayout) -> WorkingCopyPool:
     """Room for the contiguous K and V of running requests: at least one whole context."""
+    tokens = _working_copy_tokens(config, model, layout)
+    return WorkingCopyPool(layout, tokens, reuse=config.engine.reuse_working_copies)
+
+
+def _working_copy_tokens(config: Config, model: LoadedModel, layout: PageLayout) -> int:
     context_tokens = model.max_context_tokens
-    wanted, reuse = config.engine.working_copy_capacity, config.engine.reuse_working_copies
+    wanted = config.engine.working_copy_capacity
     if isinstance(wanted, str):  # auto
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         share_tokens = memory_bytes // _AUTO_WORKING_COPY_SHARE // layout.token_bytes
         most_tokens = context_tokens * config.engine.max_running_requests
         tokens = max(context_tokens, min(share_tokens, most_tokens))
-        return WorkingCopyPool(layout, round_up(tokens, KEY_BLOCK_TOKENS), reuse=reuse)
+        return round_up(tokens, KEY_BLOCK_TOKENS)
     tokens = wanted // layout.token_bytes // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS
     needed_tokens = round_up(context_tokens, KEY_BLOCK_TOKENS)
     if tokens < needed_tokens:
@@ -42,7 +47,7 @@ def working_copies(config: Config, model: LoadedModel, layout: PageLayout) -> Wo
             f" of {context_tokens} takes {format_size(needed_tokens * layout.token_bytes)}"
             " (model.max_context_tokens makes contexts smaller)"
         )
-    return WorkingCopyPool(layout, tokens, reuse=reuse)
+    return tokens
 
 
 def tier_limits(

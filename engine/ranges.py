@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiercache.tree import common_tokens
 from tiercache.types import Tokens
 
 _MOST_LEFT = 32
@@ -39,9 +40,7 @@ class Contents:
         """How many tokens both begin with."""
         if (self.namespace, self.generation) != (other.namespace, other.generation):
             return 0
-        length = min(self.tokens.size, other.tokens.size)
-        differs = np.flatnonzero(self.tokens[:length] != other.tokens[:length])
-        return int(differs[0]) if differs.size else length
+        return common_tokens(self.tokens, other.tokens)
 
 
 NOTHING = Contents(b"", np.empty(0, np.int32))
@@ -171,10 +170,9 @@ class Ranges:
         return left.tokens >> (self._requests - left.at_request) // _HALF_LIFE_REQUESTS
 
     def _carve(self, start: int, tokens: int) -> None:
-        end = self._free_end(start)
         begin = max(begin for begin in self._free if begin <= start)
-        self._free[begin] = start - begin
-        self._set_free({**self._free, start + tokens: end - start - tokens})
+        end, stop = begin + self._free[begin], start + tokens
+        self._set_free({**self._free, begin: start - begin, stop: end - stop})
 
     def _set_free(self, ranges: dict[int, int]) -> None:
         merged: dict[int, int] = {}

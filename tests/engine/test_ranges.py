@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.api import GenerationRequest
-from engine.attention import KEY_BLOCK_TOKENS
+from engine.attention import KEY_BLOCK_TOKENS, round_up
 from engine.keep import Keep
 from engine.models.load import has_native_bfloat16
 from engine.ranges import NOTHING, Contents, Ranges
@@ -26,10 +26,6 @@ CAPACITY = 12 * UNIT
 
 def contents(*tokens: int, namespace: bytes = b"n", generation: int = 0) -> Contents:
     return Contents(namespace, np.array(tokens, np.int32), generation)
-
-
-def units(tokens: int) -> int:
-    return -(-tokens // UNIT) * UNIT
 
 
 sequences = st.builds(
@@ -60,7 +56,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(sequence=sequences, more=st.integers(0, 2 * UNIT))
     def take(self, sequence: Contents, more: int) -> None:
-        size = units(sequence.tokens.size + more)
+        size = round_up(sequence.tokens.size + more, UNIT)
         fits = any(room >= size for room in self.ranges._free.values())
         taken = self.ranges.take(size, sequence)
         if taken is None:
